@@ -10,17 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin.door import frontend
-from saesteer.plugin.http import anthropic, bodies
+from saesteer.plugin.http import bodies
 from saesteer.plugin.results import counts  # needs vLLM
-from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.results.reads import Unsent
 
 SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
@@ -273,48 +270,6 @@ def test_each_conversation_of_a_batch_has_its_own() -> None:
     made = asyncio.run(bodies._batch(whole)(None, request, [_outputs(one) for one in said]))
     assert (made.saesteer, [choice.saesteer for choice in made.choices]) == (SAID, [SAID, other])
     assert asyncio.run(bodies._batch(whole)(None, plain, [1])) == "as it is"
-
-
-MISPLACED: list[dict[str, Any]] = [
-    {"extra_body": {"saesteer": {}}},
-    {"extra_body": {"vllm_xargs": {"saesteer": "{}"}}},
-    {"extra_args": {"saesteer": None}},
-    {"sampling_params": {"extra_args": {"saesteer": {}}}},
-]
-
-
-@pytest.mark.parametrize("body", MISPLACED, ids=lambda body: str(next(iter(body))))
-def test_a_spec_in_a_field_that_vllm_drops_is_refused(body: dict[str, Any]) -> None:
-    """The OpenAI SDK unpacks extra_body; whoever copies it into another client sends it as it is."""
-    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-    turns: Any = [{"role": "user", "content": "x"}]
-    chat = ChatCompletionRequest(messages=turns, **body)
-    sampling = frontend._forwarding_body_field(lambda *_: SimpleNamespace(extra_args=None))
-    beams = frontend._refusing_beam_search(lambda *_: None)
-    batch = bodies._batch_request(BatchChatCompletionRequest.to_chat_completion_request)
-    own = BatchChatCompletionRequest(messages=[turns], **body)
-    raw = SimpleNamespace(json=AsyncMock(return_value=body))
-    messages = anthropic._forwarding(AsyncMock())
-    tried: list[Callable[[], Any]] = [
-        lambda: sampling(chat),
-        lambda: sampling(CompletionRequest(prompt="x", **body)),
-        lambda: sampling(ResponsesRequest(input="x", **body)),
-        lambda: beams(chat),
-        lambda: batch(own, turns),
-        lambda: asyncio.run(messages(None, SimpleNamespace(vllm_xargs=None), raw)),
-    ]
-    for one in tried:
-        with pytest.raises(SpecRefused, match=f"stands in {next(iter(body))}, which is no field") as error:
-            one()
-        assert (error.value.field, error.value.code) == ("saesteer", "unknown_field")
-
-
-def test_fields_of_others_pass() -> None:
-    for body in ({}, {"extra_body": {"top_k": 1}}, {"extra_body": "saesteer"}, {"sampling_params": None}):
-        bodies.refuse_misplaced(body)
 
 
 def test_a_stream_that_is_given_up_closes_vllm_s_own() -> None:

@@ -70,7 +70,7 @@ def fingerprint(assets: Assets) -> str:
     return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
 
 
-_default: set[str] = set()  # the default module of this process's server, for what does not know the server
+_serving: list[versions.Names] = []  # the names of this process's server, for what does not know the server
 
 
 @around
@@ -103,9 +103,7 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
         sites = tuple(dict.fromkeys(map(canonical, capture)))
         fetching = Fetching(assets.rows, model.dtype)
         self.saesteer_door = Door(fingerprint(assets), config, fetching, vllm_config, consumers, sites)
-    _default.clear()
-    if self.saesteer_door.default:
-        _default.add(self.saesteer_door.default)
+    _serving[:] = [self.saesteer_names] if self.saesteer_names else []
     original(self, vllm_config, *args, **kwargs)
 
 
@@ -153,6 +151,8 @@ def _checking(
         if taken is not None:
             taken.extra_args = without_ours(taken.extra_args)
         names, door = self.saesteer_names, self.saesteer_door
+        if names is not None:
+            bodies.refuse_near(getattr(params, "extra_args", None), "extra_args")
         silent = spec is None and not door.default
         if spec is None and taken is not None and (door.default or door.captures(request)):
             spec = language.Spec()
@@ -233,11 +233,16 @@ def _board(parallel: Any) -> Board | None:
     return None if servers == 1 else Board.of(parallel._api_process_rank, servers)
 
 
+def _refuse_misplaced(request: Any) -> None:
+    if _serving:  # elsewhere, such a field may be of another plugin
+        bodies.refuse_misplaced(request)
+
+
 @around
 def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = original(self, *args, **kwargs)
     body = self.model_extra or {}
-    bodies.refuse_misplaced(body)
+    _refuse_misplaced(self)
     if KEY in body:
         if KEY in (params.extra_args or {}):
             message = "appears both in the body and in vllm_xargs; expected only one of them"
@@ -248,7 +253,7 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
 
 @around
 def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    bodies.refuse_misplaced(self.model_extra or {})
+    _refuse_misplaced(self)
     if bodies.is_steered(self):
         raise routes.refused(routes.unserved("routes of audio"))
     return original(self, *args, **kwargs)
@@ -256,8 +261,8 @@ def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: An
 
 @around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    bodies.refuse_misplaced(self.model_extra or {})
-    if bodies.is_steered(self) or _default:
+    _refuse_misplaced(self)
+    if bodies.is_steered(self) or any(names.catalog.default for names in _serving):
         raise SpecRefused(SpecError(unservable.NO_BEAMS, field=KEY, code="not_served"))
     return original(self, *args, **kwargs)
 
