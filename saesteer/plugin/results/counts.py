@@ -30,6 +30,7 @@ from saesteer.kernels import layout
 from saesteer.planning.answers import Reported, Rows, spooled
 from saesteer.planning.applied import count
 from saesteer.planning.plan import END
+from saesteer.planning.reach import Reach
 from saesteer.planning.rules import flags
 from saesteer.plugin.reasoning import Border, found_in
 from saesteer.plugin.results import consuming, drafts, earlier, failures, health, metrics, reads, rules, sending
@@ -241,6 +242,7 @@ class Report:
     fields: dict[str, Any] = field(default_factory=dict)  # of the answer
     wanted: consuming.Wanted | None = None  # what consumers get
     feed: Feed | None = None  # of a choice, what goes to them
+    reach: Reach | None = None  # if an edit of a module has no token
     silent: bool = False  # the answer says nothing: only the operator has asked for it
 
     def of_choice(self) -> "Report":
@@ -288,7 +290,7 @@ class Report:
     def begin(self) -> None:
         """Says what was applied; with the answer's first piece, as no request waits for it."""
         if not self.fields["applied"]:
-            self.fields["applied"] += [dict(one) for one in self.applied]
+            self.fields["applied"] += map(self.reach.reported if self.reach else dict, self.applied)
 
     def fill(self, border: int = END) -> None:
         """Adds the counts and doses; ``border``: between the parts of the answer."""
