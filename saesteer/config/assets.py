@@ -9,7 +9,7 @@ from typing import Any
 
 from saesteer.config.config import DictionarySource, SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
-from saesteer.config.origins import Origins, addresses_of, refuse_others
+from saesteer.config.origins import addresses_of, origin_of, refuse_others
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo
@@ -166,7 +166,9 @@ class Assets:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
         served = model, self.config.dictionaries_of
-        dictionaries = _both(self.infos, self.rows.of_model(*served))
+        dictionaries: Mapping[str, CoderInfo] = self.infos
+        if self.config.dictionary_folder is not None:  # these are opened when a request names them
+            dictionaries = ChainMap(dict(self.infos), self.rows.of_model(*served))  # type: ignore[arg-type]  # only read
         catalog = Catalog(
             dictionaries=dictionaries,
             sites=frozenset(sites),
@@ -182,7 +184,7 @@ class Assets:
             sets={**self.rows.sets, **self.sets},
             reads=self.readable(sites, others),
             addresses=addresses_of(self.infos),
-            origins=Origins(dictionaries, *served),
+            origin=lambda key: origin_of(key, dictionaries[key], *served),
             stages=stages,
         )
         check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
@@ -267,12 +269,6 @@ def unserved(info: CoderInfo) -> str | None:
     if canonical(reads) != canonical(writes) and info.in_norm != "none":
         return f"reads {reads} under the input norm {info.in_norm} and writes {writes}, {not_served}"
     return None
-
-
-def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderInfo]:
-    """The dictionaries with a name, and those that are opened when somebody asks for them."""
-    known = {**infos, **rows.named}
-    return ChainMap(known, rows) if len(rows) > len(rows.named) else known  # type: ignore[arg-type]  # it is only read
 
 
 def sited(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:

@@ -5,7 +5,7 @@ Models are compared by name, as that is all that files say: ``google/gemma-2-2b-
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -80,31 +80,6 @@ def origin_of(name: str, info: CoderInfo, model: str | None, declared: Sequence[
     fits += [("declared", one) for one in trained for other in declared if fit(one, other) in ("same", "base")]
     best, of = min(fits, key=lambda found: _BEST.index(found[0]))
     return Origin(of, best)
-
-
-class Origins(Mapping[str, Origin]):
-    """Origins of dictionaries by their keys, found when one is looked up, since its file may be opened then.
-
-    Args:
-        infos: the dictionaries' facts.
-        model: as ``origin_of``.
-        declared: as ``origin_of``.
-    """
-
-    def __init__(self, infos: Mapping[str, CoderInfo], model: str | None, declared: Sequence[str]) -> None:
-        self._infos, self._served = infos, (model, declared)
-
-    def __getitem__(self, key: str) -> Origin:
-        found = origin_of(key, self._infos[key], *self._served)
-        if found is None:
-            raise KeyError(key)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return (key for key in self._infos if key in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def addresses_of(infos: Mapping[str, CoderInfo]) -> dict[str, str]:

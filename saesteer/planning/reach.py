@@ -1,37 +1,14 @@
-"""Which edits and rules have a token that a request computes: its own must, those of modules need not."""
+"""Edits and rules of a request's own list that none of its tokens has; one of a module may well have none."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from itertools import chain
 
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
-from saesteer.planning.immutable import immutable
 from saesteer.planning.plan import END, Plan, Window
 from saesteer.planning.windows import of_part
 
-Scoped = tuple[tuple[Window, ...], Part | None, str]  # positions, and the path of an edit or a rule
-
-
-@immutable
-class Reach:
-    """The positions that a request computes if it runs to its length."""
-
-    prompt_len: int
-    end: int  # positions from here on are no inputs: the last token that is sampled is none
-    border: int = END  # where the prompt ends the reasoning (windows.inside); END: it does not
-
-    def meets(self, windows: Sequence[Window], part: Part | None) -> bool:
-        """Whether a scope holds one of them."""
-        # The first generated token may end the reasoning.
-        border = self.prompt_len if part == "answer" and self.border == END else self.border
-        first, last = of_part(part, border)
-        return any(max(lo, first) < min(hi, last, self.end) for lo, hi in windows)
-
-    def reported(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """An entry of ``applied``, with a warning if its edit has no token."""
-        windows = [(lo, END if hi is None else hi) for lo, hi in entry["positions"]]
-        met = self.meets(windows, entry.get("part"))
-        return {**entry} if met else {**entry, "warning": "its scope holds no token of this request"}
+Scopes = Mapping[tuple[tuple[Window, ...], Part | None], str]
 
 
 def is_own(at: str) -> bool:
@@ -39,24 +16,27 @@ def is_own(at: str) -> bool:
     return at.count(".") == 1
 
 
-def scopes_of(plan: Plan) -> tuple[Scoped, ...]:
-    """The different scopes of a plan's edits and rules, each with the path of the first that has it."""
-    found: dict[object, Scoped] = {}
-    for one in (*(part for group in plan.groups for part in group.parts), *plan.rules):
-        found.setdefault((one.windows, one.part, is_own(one.field)), (one.windows, one.part, one.field))
-    return (*found.values(),)
+def scopes_of(plan: Plan) -> Scopes:
+    """The different scopes of the request's own edits and rules, each with the path of one that has it."""
+    parts = chain(plan.rules, *(group.parts for group in plan.groups))
+    return {(one.windows, one.part): one.field for one in parts if is_own(one.field)}
 
 
-def refuse_unmet(scopes: Sequence[Scoped], reach: Reach) -> bool:
-    """Refuse an edit or a rule of the request's own list that has no token; return whether one of a module has none.
+def refuse_unmet(scopes: Scopes, prompt_len: int, end: int, border: int = END) -> None:
+    """Refuse a scope without a token that the request computes if it runs to its length.
+
+    Args:
+        scopes: as ``scopes_of`` finds them.
+        prompt_len: the length of the prompt, in tokens.
+        end: positions from here on are no inputs: the last token that is sampled is none.
+        border: where the prompt ends the reasoning (windows.inside); END: it does not.
 
     Raises:
-        SpecError: names the edit or rule.
+        SpecError: there is one.
     """
-    unmet = [at for windows, part, at in scopes if not reach.meets(windows, part)]
-    for at in filter(is_own, unmet):
-        message = f"holds no token of this request, whose last input is at position {reach.end - 1}"
-        ended = ", and whose prompt ends the reasoning" if reach.border < END else ""
-        expected = f"at least one, with a prompt of {reach.prompt_len} tokens"
-        fail(f"{at}.scope", "empty_scope", f"{message}{ended}; expected {expected}")
-    return bool(unmet)
+    for (windows, part), at in scopes.items():
+        # The first generated token may end the reasoning.
+        first, last = of_part(part, prompt_len if part == "answer" and border == END else border)
+        if all(min(hi, last, end) <= max(lo, first) for lo, hi in windows):
+            message = f"holds none of the {end} tokens that this request computes, with {prompt_len} of its prompt"
+            fail(f"{at}.scope", "empty_scope", f"{message}; expected at least one")

@@ -1,6 +1,6 @@
 """Edits and rules that no token of a request has: refused in its own list, and a warning in the answer for modules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
-from saesteer.planning.plan import Catalog
+from saesteer.planning.plan import END, Catalog
 from saesteer.plugin import reasoning
 from saesteer.plugin.door import borders
 from saesteer.plugin.door.admission import Door
@@ -74,10 +74,13 @@ def refused(words: str) -> Iterator[None]:
     assert (error.value.field, error.value.code) == ("saesteer.edits[0].scope", "empty_scope")
 
 
-def report_of(params: Any) -> Report:
+def applied_of(params: Any, end: int, counts: Sequence[int] = (0,) * 9, border: int = END) -> list[dict[str, Any]]:
+    """What the answer to a request reports that has computed so many tokens."""
     made: Report = params.saesteer_report.of_choice()
-    made.begin()
-    return made
+    made.keep(np.array([0, *counts], np.int32).tobytes(), end)
+    made.fill(border, end)
+    applied: list[dict[str, Any]] = made.fields["applied"]
+    return applied
 
 
 @settings(max_examples=150, deadline=None)
@@ -93,10 +96,8 @@ def test_what_is_admitted_edits_a_token_or_says_that_it_does_not(engine: Engine,
     assert row is not None
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(prompt_len))
     forward(engine, [{}], prompt_len, x, lambda *_: row)
-    report = report_of(params)
-    report.keep(np.concatenate([[0], engine.counted(1, row.counters).numpy()]).astype(np.int32).tobytes(), most)
-    report.fill()
-    for edit, entry in zip(edits, report.fields["applied"], strict=True):
+    applied = applied_of(params, TOKENS, engine.counted(1, row.counters).tolist())
+    for edit, entry in zip(edits, applied, strict=True):
         assert ("warning" in entry) == (entry["tokens_edited"] == 0)
         with nullcontext() if entry["tokens_edited"] else refused("holds no"):
             admit(engine.catalog, [edit], ids, most)
@@ -127,7 +128,7 @@ def test_the_last_token_of_a_request_is_no_input(
     if met:
         admit(engine.catalog, edits, ids, max_tokens, config)
         return
-    with refused("holds no token of this request, whose last input is at position"):
+    with refused("holds none of the .* tokens that this request computes"):
         admit(engine.catalog, edits, ids, max_tokens, config)
 
 
@@ -135,15 +136,16 @@ def test_the_default_module_applies_to_no_token_and_the_answer_says_so(engine: E
     """Also where no prompt of this length has a token for it; the edits and rules behind it are as they were."""
     module = [{**ADD, "scope": LATE}, {**CLAMP, "scope": {"prompt": True, "skip_first": 9}}, {**FLAG, "scope": LATE}]
     catalog = replace(engine.catalog, modules={"late": from_json({"edits": module})}, default="late")
-    applied = report_of(admit(catalog, [ADD], [1] * 5, 3)).fields["applied"]
+    applied = applied_of(admit(catalog, [ADD], [1] * 5, 3), 7)
     assert [(one["edit"], one["positions"], "warning" in one) for one in applied] == [
         ("saesteer.defaults.edits[0]", [[TOKENS, None]], True),
         ("saesteer.defaults.edits[1]", [], True),
         ("saesteer.edits[0]", [[1, None]], False),
     ]
     assert applied[0]["warning"] == "its scope holds no token of this request"
-    longer = report_of(admit(catalog, [ADD], [1] * 12, 9)).fields["applied"]
-    assert not any("warning" in one for one in longer)
+    for end, late in ((20, False), (TOKENS, True)):  # of the second, the model has ended the answer
+        warned = ["warning" in one for one in applied_of(admit(catalog, [ADD], [1] * 12, 9), end)]
+        assert warned == [late, False, False]
 
 
 class Parser:
@@ -179,10 +181,12 @@ def test_parts_that_this_prompt_cannot_have(
     catalog = replace(engine.catalog, parts=True)
     for edit in (ADD, CLAMP, FLAG):
         edits = [{**edit, "scope": {"part": part}}]
-        for entry in report_of(admit(*used(catalog, edits), prompt, max_tokens, config)).fields["applied"]:
+        border = 1 if CLOSES in prompt else 2 if part == "answer" else END
+        params = admit(*used(catalog, edits), prompt, max_tokens, config)
+        for entry in applied_of(params, len(prompt) + max_tokens - 1, border=border):
             assert ("warning" in entry) == (not met)
         if met:
             admit(catalog, edits, prompt, max_tokens, config)
             continue
-        with refused("holds no token of this request"):
+        with refused("holds none of the"):
             admit(catalog, edits, prompt, max_tokens, config)

@@ -27,7 +27,7 @@ from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Feature
 from saesteer.planning.planner import Catalog, Plan, plan
-from saesteer.planning.reach import Reach, Scoped, refuse_unmet, scopes_of
+from saesteer.planning.reach import Scopes, refuse_unmet, scopes_of
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
 from saesteer.plugin.door.borders import Borders
@@ -59,7 +59,7 @@ class Meaning:
     readouts: Sequence[Reported]  # what it reads, and behind that what only the operator captures
     first: tuple[int | None, int | None]  # the first position that is read: of those to be recomputed, and of all
     rules: Sequence[Sequence[Any]]  # as they travel to the scheduler
-    scopes: Sequence[Scoped]  # of its edits and rules
+    scopes: Scopes  # of the request's own edits and rules
     parts: bool  # whether a scope names a part of the answer
     edits_part: str | None  # path of the first edit whose scope does
     rows: Mapping[Feature, str]  # features that come from files, each with the path of its first mention
@@ -153,11 +153,11 @@ class Door:
             template = conversation.chat_params.chat_template_kwargs
         told = self.borders.told(ids, conversation, template or {}) if meaning.parts else None
         ended = END  # where the prompt ends the reasoning
-        if told and any(part for _, part, _ in meaning.scopes):
+        if told and (meaning.edits_part or any(part for _, part in meaning.scopes)):
             ended = border_of(self._vllm_config, told, ids).found
         border = self.borders.edited(meaning.edits_part, told, ended) if meaning.edits_part and told else None
-        reach = Reach(len(ids), self._end(len(ids), params), ended)
-        unmet = refuse_unmet(meaning.scopes, reach)
+        end = self._end(len(ids), params)
+        refuse_unmet(meaning.scopes, len(ids), end, ended)
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
         own = [one for one in meaning.readouts if one.readout.shown]
@@ -165,7 +165,7 @@ class Door:
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
             wanted = Wanted.of(self.consumers, meaning.readouts, spec.returns.consumers)
-        rooms = self._bound(own, catalog, reach, params) if own else []
+        rooms = self._bound(own, catalog, end, params) if own else []
         params.saesteer_report = Report(
             meaning.applied,
             meaning.sites if measured else None,
@@ -178,7 +178,6 @@ class Door:
             silent=silent,
             watches=bool(meaning.rules),
             border=partial(border_of, self._vllm_config, told, ids) if told and (reads_part or border) else None,
-            reach=reach if unmet else None,
         )
         params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
@@ -206,23 +205,23 @@ class Door:
         longest = END if self._model is None else self._model.max_model_len
         return max(prompt_len, min(longest, prompt_len + (params.max_tokens or longest)) - 1)
 
-    def _bound(self, readouts: Sequence[Reported], catalog: Catalog, reach: Reach, params: Any) -> list[Room | Spool]:
+    def _bound(self, readouts: Sequence[Reported], catalog: Catalog, end: int, params: Any) -> list[Room | Spool]:
         """Refuses a request that may read too much; returns the room for what its choices keep, choice by choice."""
         if self._model is None or self.config is None:
             return []
         found, choices = [one.readout for one in readouts], params.n or 1
         itemsize = self._model.dtype.itemsize
-        each = declared(found, catalog, reach.end, itemsize)
+        each = declared(found, catalog, end, itemsize)
         sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
         whole = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes)
         refuse_above(self.config.max_read_mib << 20, whole * choices)
         kept: list[int | Layout] = []
         for one, size, sites in sizes:
             if spooled(one):
-                rows = most_rows(one.readout, reach.end)
+                rows = most_rows(one.readout, end)
                 kept.append(Layout((one.about, *one.beside), rows, sites * size // max(1, rows)))
             elif not one.readout.inline:  # a reduction: also the rows of a part become one here
-                kept += declared([replace(one.readout, part=None)] * sites, catalog, reach.end, itemsize)
+                kept += declared([replace(one.readout, part=None)] * sites, catalog, end, itemsize)
         return self.results.promise(kept * choices) if kept else []
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:
