@@ -49,7 +49,7 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     tokens = SimpleNamespace(num_output_tokens=lambda: 1)
     states: Any = {"other": object()}
     processor = SimpleNamespace(request_states=states)
-    add = counts._expecting(lambda *_: states.update(ends=SimpleNamespace(detokenizer=tokens)))
+    add = counts._expecting(lambda *_: states.update(ends=SimpleNamespace(detokenizer=tokens, prompt_len=5)))
     add(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
     counts._receiving(lambda *_: None)(processor, made)
     completion = counts._telling(lambda *_: SimpleNamespace())(states["ends"], [5], 1)

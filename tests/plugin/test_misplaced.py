@@ -33,7 +33,18 @@ MISPLACED: list[dict[str, Any]] = [
     {"metadata": {"saesteer": ' {"edits": []}'}},
     {"metadata": {"edits": "[]"}},
 ]
-NEAR = ("saester", "sae_steer", "steering", "Saesteer", "SAESTEER", "saesteer ", "steer", "sae", "SAE", "sasteer")
+NEAR: tuple[str, ...] = (
+    "saester",
+    "sae_steer",
+    "steering",
+    "Saesteer",
+    "SAESTEER",
+    "saesteer ",
+    "steer",
+    "sae",
+    "SAE",
+    "sasteer",
+)
 NEAR += ("saesteeer", "sae-steer", "saesteer\n", "seasteer", "saesteer:", "\u017faesteer")
 PLAIN: list[dict[str, Any]] = [
     {},
