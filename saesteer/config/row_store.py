@@ -67,7 +67,7 @@ class RowStore(Mapping[str, CoderInfo]):
         self.named: Mapping[str, CoderInfo] = {name: self._open(name, source)[1] for name, source in named.items()}
 
     def of_model(self, model: str | None, declared: Sequence[str]) -> "RowStore":
-        """The same files for one model: facts about a dictionary of another model raise ConfigError.
+        """Return the same files for one model: facts about a dictionary of another model raise ConfigError.
 
         Args:
             model: the served one, a hub id or a folder; None: unknown.

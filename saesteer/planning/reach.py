@@ -12,12 +12,12 @@ Scopes = Mapping[tuple[tuple[Window, ...], Part | None], str]
 
 
 def is_own(at: str) -> bool:
-    """Whether a path is that of an edit in the request's own list, not in a module."""
+    """Return whether a path is that of an edit in the request's own list, not in a module."""
     return at.count(".") == 1
 
 
 def scopes_of(plan: Plan) -> Scopes:
-    """The different scopes of the request's own edits and rules, each with the path of one that has it."""
+    """Collect the different scopes of the request's own edits and rules, each with the path of one that has it."""
     parts = chain(plan.rules, *(group.parts for group in plan.groups))
     return {(one.windows, one.part): one.field for one in parts if is_own(one.field)}
 

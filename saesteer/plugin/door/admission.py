@@ -201,7 +201,7 @@ class Door:
         return spec
 
     def _end(self, prompt_len: int, params: Any) -> int:
-        """The position behind the last token that is an input of the model, if a request runs to its length."""
+        """Return the position behind the last token that is an input of the model, if a request runs to its length."""
         longest = END if self._model is None else self._model.max_model_len
         return max(prompt_len, min(longest, prompt_len + (params.max_tokens or longest)) - 1)
 

@@ -64,7 +64,7 @@ def _is_plain(value: object) -> bool:
 
 
 def near(keys: Iterable[Any]) -> str | None:
-    """The first key that is not ``saesteer`` and was probably meant to be; None: there is none."""
+    """Return the first key that is not ``saesteer`` and was probably meant to be; None: there is none."""
     for key in keys:
         word = key.strip().casefold() if isinstance(key, str) else ""
         if key != KEY and (word in _MEANT or (abs(len(word) - len(KEY)) <= _LETTERS and not _differ(word, KEY))):
@@ -73,7 +73,7 @@ def near(keys: Iterable[Any]) -> str | None:
 
 
 def _differ(one: str, other: str, letters: int = _LETTERS) -> bool:
-    """Whether the edit distance of two words is above a number of letters."""
+    """Return whether the edit distance of two words is above a number of letters."""
     if one[:1] == other[:1]:
         return one != other and _differ(one[1:], other[1:], letters)
     changed = (one[1:], other), (one, other[1:]), (one[1:], other[1:])
@@ -146,7 +146,7 @@ def _answer(message: str) -> JSONResponse:
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
-    """A body, empty if it is longer than LIMIT, and what gives the app the same messages."""
+    """Read a body, empty if it is longer than LIMIT; return it with what gives the app the same messages."""
     held: deque[Message] = deque()
     size, more = 0, True
     while more and size <= LIMIT:
@@ -161,7 +161,7 @@ async def _read(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def _asks(text: bytes) -> bool:
-    """Whether JSON in any encoding asks for steering; what is no JSON does not, and vLLM cannot read it either."""
+    """Return whether JSON in any encoding asks for steering. What is no JSON does not; vLLM cannot read it either."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
