@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine
+from saesteer.engine.wire import decode
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog
@@ -136,7 +137,9 @@ def test_the_default_module_applies_to_no_token_and_the_answer_says_so(engine: E
     """Also where no prompt of this length has a token for it; the edits and rules behind it are as they were."""
     module = [{**ADD, "scope": LATE}, {**CLAMP, "scope": {"prompt": True, "skip_first": 9}}, {**FLAG, "scope": LATE}]
     catalog = replace(engine.catalog, modules={"late": from_json({"edits": module})}, default="late")
-    applied = applied_of(admit(catalog, [ADD], [1] * 5, 3), 7)
+    params = admit(catalog, [ADD], [1] * 5, 3)
+    assert len(decode(params.extra_args[KEY]["plan"]).lines) == 3, "each group of a row has an entry"
+    applied = applied_of(params, 7)
     assert [(one["edit"], one["positions"], "warning" in one) for one in applied] == [
         ("saesteer.defaults.edits[0]", [[TOKENS, None]], True),
         ("saesteer.defaults.edits[1]", [], True),
