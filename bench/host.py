@@ -177,7 +177,7 @@ def fake(steps: int = 2000) -> list[Row]:
     ids = [f"request-{n}" for n in range(REQUESTS)]
 
     def admit(slot: int, number: int, steered: bool) -> None:
-        params = SimpleNamespace(extra_args={"saesteer": clamp(number)} if steered else None, stop=[])
+        params = SimpleNamespace(extra_args={"saesteer": clamp(number)} if steered else None, stop=[], max_tokens=None)
         data = SimpleNamespace(
             req_id=ids[slot], prompt_token_ids=[2] * 24, sampling_params=params, num_computed_tokens=0
         )

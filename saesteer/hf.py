@@ -34,6 +34,7 @@ from saesteer.models.tokens import chat_ids, token_ids
 from saesteer.planning.answers import Rows, reported
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.planner import Plan, plan
+from saesteer.planning.reach import refuse_unmet, scopes_of
 from saesteer.planning.rules import Watch, flags
 
 Prompt = str | Sequence[int] | Tensor | NDArray[np.integer]  # text, or token ids in one dimension
@@ -177,6 +178,7 @@ class Model:
             if not 0 <= (prompt_len := len(ids) if prompt_len is None else prompt_len) <= len(ids):
                 raise ConfigError(f"prompt_len: got {prompt_len}, expected 0 to {len(ids)}, the number of tokens")
             planned = plan(spec, self.engine.catalog, prompt_len)
+            refuse_unmet(scopes_of(planned), prompt_len, len(ids) + max(0, more - 1))
             if not reading and (taken := (*planned.readouts, *planned.measures)):
                 what = "reads values out, which is not served on Transformers but by Model.read"
                 fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")

@@ -167,6 +167,69 @@ def test_a_dictionary_of_another_model_is_refused_at_start(tmp_path: Path) -> No
         start(saelens(tmp_path / "b", model=model), "google/gemma-2-2b")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Dictionaries below a folder, each with the model of its name in its files; all of them read resid_post.3."""
+    for model in ("gemma-2-9b", "gemma-2-2b", "somebody"):
+        saelens(tmp_path / "all" / model, model=model, neuronpedia_id=None)
+    return tmp_path / "all"
+
+
+def below(folder: Path, served: str | None, *declared: str) -> Catalog:
+    told = {"dictionary_folder": str(folder), "sites": ["resid_post.3", "resid_post.5"], "dictionaries_of": declared}
+    return Assets.open(SaesteerConfig.from_json(told)).catalog(width=writers.D, layers=30, model=served)
+
+
+def clamped(known: Catalog, name: str) -> dict[str, Any]:
+    """What an answer reports about a clamp of a dictionary's feature."""
+    [entry] = applied(plan(from_json({"edits": [clamp(name, 3, 2.0)]}), known, 9), known)
+    return entry
+
+
+@pytest.mark.parametrize("alias", ["gemma-2-9b", "gemma-2-9b@resid_post.3"])
+def test_a_dictionary_of_another_model_below_a_folder_is_refused_in_the_request(alias: str, folder: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        clamped(below(folder, "google/gemma-2-2b"), alias)
+    assert (caught.value.field, caught.value.code) == ("saesteer.edits[0].dictionary", "not_served")
+    words = f"dictionary '{alias}' was trained on gemma-2-9b, and this server's model is google/gemma-2-2b; expected"
+    assert words in str(caught.value) and "--dictionaries-of gemma-2-9b serves it all the same" in str(caught.value)
+    gate = clamp("gemma-2-2b", 3, 2.0, when={"dictionary": alias, "feature": 1, "above": 0.0})
+    with pytest.raises(SpecError, match=r"saesteer\.edits\[0\]\.when\.dictionary: .* was trained on gemma-2-9b"):
+        plan(from_json({"edits": [gate]}), below(folder, "google/gemma-2-2b"), 9)
+    assert clamped(below(folder, "google/gemma-2-2b", "gemma-2-9b"), alias)["trained_on"] == "gemma-2-9b"
+    assert "trained_on" not in clamped(below(folder, "google/gemma-2-9b"), alias)
+    assert clamped(below(folder, "google/gemma-2-9b-it"), alias)["trained_on"] == "gemma-2-9b"
+    assert "trained_on" not in clamped(below(folder, None), alias)
+
+
+def test_servers_of_two_models_may_share_a_folder(folder: Path) -> None:
+    told = {"dictionary_folder": str(folder), "sites": ["resid_post.3"]}
+    assets = Assets.open(SaesteerConfig.from_json(told))
+    models = "google/gemma-2-2b", "google/gemma-2-9b"
+    small, large = (assets.catalog(width=writers.D, layers=30, model=served) for served in models)
+    for known, right, wrong in ((small, "gemma-2-2b", "gemma-2-9b"), (large, "gemma-2-9b", "gemma-2-2b")):
+        assert clamped(known, right)
+        assert clamped(known, "somebody"), "nothing is known about it, so it is served as ever"
+        with pytest.raises(SpecError, match=f"was trained on {wrong}"):
+            clamped(known, wrong)
+
+
+@pytest.mark.parametrize("site", ["resid_post.5", "resid_post.5:resid_post.5", "resid_post.3:resid_post.5"])
+def test_a_client_may_not_move_a_dictionary(site: str, folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"is of resid_post\.3, as its files have it; got resid_post\.5") as caught:
+        clamped(below(folder, "google/gemma-2-2b"), f"gemma-2-2b@{site}")
+    assert (caught.value.field, caught.value.code) == ("saesteer.edits[0].dictionary", "not_served")
+
+
+def test_a_site_that_a_file_has_may_be_named_and_an_empty_one_may_not(folder: Path) -> None:
+    known = below(folder, "google/gemma-2-2b")
+    for name in ("gemma-2-2b@resid_pre.4", "gemma-2-2b@resid_post.3:resid_post.3"):
+        assert clamped(known, name)["site"] == "resid_post.3"
+    with pytest.raises(SpecError, match=r"got 'gemma-2-2b@' \(did you mean 'gemma-2-2b'\?\), expected") as caught:
+        clamped(known, "gemma-2-2b@")
+    assert caught.value.code == "unknown_name"
+
+
 def test_commands_that_read_take_any_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 

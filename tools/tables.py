@@ -49,7 +49,7 @@ CODES = {
     "zero_vector": "A vector of zeros, which has no direction.",
     "conflict": "Two values that are valid on their own contradict each other.",
     "duplicate": "Something that may appear only once appears twice.",
-    "empty_scope": "The scope holds no token of this prompt, or of any prompt.",
+    "empty_scope": "The scope holds no token of this request, or of any request.",
     "too_large": "The request may read more bytes than `--max-read-mib` allows, or keep more than `--max-results-mib`.",
     "results_full": "The results that are kept leave no room. Delete some, or wait until they expire.",
     "too_many": "A limit on size or count is exceeded.",

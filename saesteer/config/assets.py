@@ -169,10 +169,12 @@ class Assets:
         for site in sites:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
-        declared = self.config.dictionaries_of
-        origins = {name: origin_of(name, info, model, declared) for name, info in self.infos.items()}
+        served = model, self.config.dictionaries_of
+        dictionaries: Mapping[str, CoderInfo] = self.infos
+        if self.config.dictionary_folder is not None:  # these are opened when a request names them
+            dictionaries = ChainMap(dict(self.infos), self.rows.of_model(*served))  # type: ignore[arg-type]  # only read
         catalog = Catalog(
-            dictionaries=_both(self.infos, self.rows),
+            dictionaries=dictionaries,
             sites=frozenset(sites),
             max_entries=self.config.max_edits,
             vectors=self.vectors,
@@ -185,7 +187,7 @@ class Assets:
             sets={**self.rows.sets, **self.sets},
             reads=self.readable(sites, others),
             addresses=addresses_of(self.infos),
-            origins={name: one for name, one in origins.items() if one is not None},
+            origin=lambda key: origin_of(key, dictionaries[key], *served),
             stages=stages,
             largest=largest,
         )
@@ -271,12 +273,6 @@ def unserved(info: CoderInfo) -> str | None:
     if canonical(reads) != canonical(writes) and info.in_norm != "none":
         return f"reads {reads} under the input norm {info.in_norm} and writes {writes}, {not_served}"
     return None
-
-
-def _both(infos: Mapping[str, CoderInfo], rows: RowStore) -> Mapping[str, CoderInfo]:
-    """The dictionaries with a name, and those that are opened when somebody asks for them."""
-    known = {**infos, **rows.named}
-    return ChainMap(known, rows) if len(rows) > len(rows.named) else known  # type: ignore[arg-type]  # it is only read
 
 
 def sited(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:

@@ -36,6 +36,7 @@ def _read(name: str) -> _Model:
     return _Model(_ALIASES.get(core, core), kind)
 
 
+@cache
 def fit(trained: str, served: str) -> Fit:
     """Whether a dictionary of one model belongs to another: ``same``, ``base``, ``other`` or ``unknown``.
 

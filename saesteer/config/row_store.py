@@ -4,7 +4,8 @@ Those of ``--dictionary NAME=rows:PLACE`` are opened at start, those below ``--d
 them, alone or as a layer of a set. Safe to use in threads. Knows no request, no model and no device.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -12,8 +13,11 @@ from threading import Lock
 import torch
 
 from saesteer.config.config import DictionarySource
+from saesteer.config.origins import refuse_others
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.rows import FeatureRow
+from saesteer.errors import ConfigError
+from saesteer.language.sites import canonical
 from saesteer.loaders.files import State, wrong
 from saesteer.loaders.folder import listed, sets_in
 from saesteer.loaders.rows import RowFile, changed, open_rows
@@ -29,8 +33,8 @@ Place = Callable[[str, DictionarySource, CoderInfo], CoderInfo]  # fills in the 
 class RowStore(Mapping[str, CoderInfo]):
     """Facts by ``Catalog.key``. One that is asked for may raise ConfigError or LoadError, as its file is opened then.
 
-    A name below the folder may end in ``@SITE``, as a place does on the command line; that of a folder with a
-    dictionary for each layer stands for all of them.
+    A name below the folder may end in ``@SITE``, as a place does on the command line, if its files name no other; that
+    of a folder with a dictionary for each layer stands for all of them.
 
     Attributes:
         named: the operator's own.
@@ -59,10 +63,25 @@ class RowStore(Mapping[str, CoderInfo]):
         self._first: dict[str, tuple[State | None, ...]] = {}
         self._rows: dict[tuple[str, int, int, torch.dtype], FeatureRow] = {}  # the last used comes last
         self._lock = Lock()
+        self._served: tuple[str, Sequence[str]] | None = None  # as ``of_model``
         self.named: Mapping[str, CoderInfo] = {name: self._open(name, source)[1] for name, source in named.items()}
 
+    def of_model(self, model: str | None, declared: Sequence[str]) -> "RowStore":
+        """Return the same files for one model: facts about a dictionary of another model raise ConfigError.
+
+        Args:
+            model: the served one, a hub id or a folder; None: unknown.
+            declared: models whose dictionaries fit, as the operator declares.
+        """
+        found = copy(self)
+        found._served = None if model is None else (model, declared)
+        return found
+
     def __getitem__(self, name: str) -> CoderInfo:
-        return self._find(name)[1]
+        info = self._find(name)[1]
+        if self._served is not None:
+            refuse_others({name: info}, *self._served)
+        return info
 
     def __contains__(self, name: object) -> bool:
         return name in self.named or (isinstance(name, str) and self._source(name) is not None)
@@ -121,15 +140,21 @@ class RowStore(Mapping[str, CoderInfo]):
         """Where a dictionary below the folder is."""
         if name in self._members:
             name = self._members[name][2]
-        path, _, site = (name, "", "") if name in self._listed else name.rpartition("@")
-        return DictionarySource(str(self._listed[path]), site or None) if path in self._listed else None
+        if name in self._listed:
+            return DictionarySource(str(self._listed[name]))
+        path, _, site = name.rpartition("@")
+        return DictionarySource(str(self._listed[path]), site) if site and path in self._listed else None
 
     def _open(self, name: str, source: DictionarySource) -> tuple[RowFile, CoderInfo]:
         file = open_rows(source.path, site=source.reads)
         if self._first.setdefault(source.path, file.states) != file.states:
             raise changed(source.path)
         called = self._members[name][2] if name in self._members else name
-        info = replace(self._place(called, source, file.info), by_rows=True)
+        info, own = replace(self._place(called, source, file.info), by_rows=True), file.info
+        for given, known in ((info.site_in, own.site_in), (info.site_out, own.site_out)):
+            # Only the operator may move a dictionary.
+            if name not in self._own and known is not None and canonical(str(given)) != canonical(known):
+                raise ConfigError(f"dictionary {called!r} is of {known}, as its files have it; got {given}")
         if name in self._members:
             self._check_member(name, info)
         with self._lock:

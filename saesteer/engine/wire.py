@@ -192,7 +192,7 @@ class _Targets:
         return b"".join(chain.from_iterable(zip(*windows, strict=True)))
 
     def change(self, one: Change, site: str, column: int) -> list[bytes]:
-        """The entries of a change, one for each window; ``column`` is its place among the counts."""
+        """The entries of a change, one for each window, or an idle one; ``column`` is its place among the counts."""
         source = self._source(one.target, site, held=one.held is not None)
         flags = source.flags | layout.ONLY_IF_ACTIVE * one.only_if_active + layout.MATCH * (one.unit == "stream")
         low, high = one.low, one.high
@@ -208,7 +208,10 @@ class _Targets:
         # The table holds f' − f, so that a large f loses no digits: mul · f + add.
         law = one.scale - 1.0, one.shift, low, high, source.bias, source.threshold, one.gain
         behind = flags, one.gates, factor, held, 0, *law, source.target, int(one.unit in ("max_act", "vector"))
-        return [_LINE(source.slot, 0, lo, ~hi if one.part == "answer" else hi, *behind) for lo, hi in one.windows]
+        return [
+            _LINE(source.slot, 0, lo, ~hi if one.part == "answer" else hi, *behind)
+            for lo, hi in one.windows or ((0, 0),)
+        ]
 
     def readout(self, several: Sequence[Readout], after: bool, watched: Sequence[int]) -> list[Any]:
         """What the worker must know of readouts whose rows travel as one; ``Engine`` takes it apart.

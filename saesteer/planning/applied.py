@@ -80,7 +80,9 @@ class Applied(Sequence[dict[str, Any]]):
     __hash__ = None  # type: ignore[assignment]  # its entries have none
 
 
-def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int, border: int = END) -> None:
+def count(
+    applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int, border: int = END, end: int = END
+) -> None:
     """Add the counts to the entries of one answer.
 
     Args:
@@ -89,14 +91,15 @@ def count(applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int,
         cached: how many tokens at the beginning the prefix cache had. The request that computed them edited them in
             the same way; the ones in an edit's windows are not counted again.
         border: between the parts of the answer (windows.inside).
+        end: positions from here on were not computed; an edit without a token before gets a warning.
     """
     for entry, changed in zip(applied, counts, strict=False):  # the counts of a batch have the length of its longest
         entry["tokens_edited"] = changed
         first, last = of_part(entry.get("part"), border)
-        entry["tokens_cached"] = sum(
-            max(0, min(cached, last, cached if end is None else end) - max(start, first))
-            for start, end in entry["positions"]
-        )
+        spans = [(max(lo, first), min(last, END if hi is None else hi)) for lo, hi in entry["positions"]]
+        entry["tokens_cached"] = sum(max(0, min(cached, hi) - lo) for lo, hi in spans)
+        if all(min(end, hi) <= lo for lo, hi in spans):
+            entry["warning"] = "its scope holds no token of this request"
 
 
 def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
 
 def _origin(change: Change, catalog: Catalog) -> str | None:
     """The model that the change's dictionary was trained on, if the server's own name does not say the same."""
-    found = None if isinstance(change.target, Direction) else catalog.origins.get(change.target.dictionary)
+    found = None if isinstance(change.target, Direction) else catalog.origin(change.target.dictionary)
     return found.model if found is not None and found.fit in ("base", "declared") else None
 
 

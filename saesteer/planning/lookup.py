@@ -91,7 +91,7 @@ def _check_address(catalog: Catalog, name: str, path: str) -> None:
         loaded = f"{listing(known)}; dictionaries by name: {listing(names)}"
         found = f"got {show(name)}{closest(name, known)}, which no dictionary of this server has, expected"
         fail(path, "unknown_name", f"{found} one of the addresses {loaded}")
-    origin = catalog.origins.get(key)
+    origin = catalog.origin(key)
     if origin is not None and origin.fit in ("other", "unknown"):
         what = "is not" if origin.fit == "other" else "is not known to be"
         found = f"got {show(name)}, but this server's model {what} {origin.model}"

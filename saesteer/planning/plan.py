@@ -152,7 +152,7 @@ class Catalog:
     reads: frozenset[str] | None = None  # sites whose op keeps its tensor for requests that read it; None: all
     consumers: Mapping[str, Check] = option(default_factory=dict)  # by name, the check of a request's parameters
     addresses: Mapping[str, str] = option(default_factory=dict)  # np:MODEL/SOURCE → a dictionary's key
-    origins: Mapping[str, Origin] = option(default_factory=dict)  # by a dictionary's key, where anything is known
+    origin: Callable[[str], Origin | None] = option(default=lambda _: None)  # of the dictionary with a key, if known
     stages: tuple[int, ...] = ()  # the layers with which the later stages of a pipeline begin
     sums: Mapping[str, str] = option(default_factory=lambda: SUMS)  # as ``op_site`` takes them, of this model
     pregain: bool = True  # whether mlp_in_pregain is what the op of resid_mid makes of it

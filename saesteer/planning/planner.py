@@ -29,6 +29,7 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
+from saesteer.planning.reach import is_own
 from saesteer.planning.readouts import behind_sums, check_part, readouts
 from saesteer.planning.reads import Key, Reads
 from saesteer.planning.refusals import refuse, refuse_stages
@@ -286,7 +287,7 @@ class _Planner:
             fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
         self.relative = self.relative or is_relative(scope)
         found = windows(scope, self.prompt_len, skip_first)
-        if not found:
+        if not found and is_own(at):  # a module may have edits that this prompt has no tokens for
             left = f" and positions {max(1, skip_first)} or later" if scope.positions is None else ""
             message = f"holds no position with a prompt of {self.prompt_len} tokens, expected at least one{left}"
             fail(f"{at}.scope", "empty_scope", message)
@@ -315,7 +316,7 @@ class _Planner:
         )
         if not _made_band(group, step.edit, part, (*keys, strength)):
             group.members.append(_Member(part, keys, held, strength))
-            self.entries += len(part.windows) * step.alike.size
+            self.entries += max(1, len(part.windows)) * step.alike.size
         most = self.catalog.max_entries
         if self.entries + len(self.reads) > most:
             at = step.at.removeprefix("saesteer.")  # a module's field begins with another word

@@ -161,17 +161,15 @@ def first_recomputed(found: Sequence[Readout], prompt_len: int) -> int | None:
     return lowest if lowest < prompt_len else None
 
 
-def declared(found: Sequence[Readout], catalog: Catalog, prompt_len: int, max_tokens: int, itemsize: int) -> list[int]:
+def declared(found: Sequence[Readout], catalog: Catalog, end: int, itemsize: int) -> list[int]:
     """How many bytes each read-out of a request may bring home, for one choice.
 
     Args:
         found: its read-outs.
         catalog: the catalog that they were planned with, which knows the widths.
-        prompt_len: the length of the prompt, in tokens.
-        max_tokens: tokens that the request may generate. The last of them is never an input, so nothing is read of it.
+        end: the position behind the last token that is read, if the request runs to its length (reach.py).
         itemsize: bytes of one number of an activation.
     """
-    end = prompt_len + max_tokens - 1
     return [most_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found]
 
 

@@ -14,7 +14,7 @@ ADD = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_mid.1"}
 
 def admitted(engine: Engine, spec: Any, prompt_len: int, **brought: Any) -> Any:
     """A request as the worker gets it, through the front end."""
-    params = SimpleNamespace(extra_args={KEY: spec, **brought}, stop=[])
+    params = SimpleNamespace(extra_args={KEY: spec, **brought}, stop=[], max_tokens=None)
     request = SimpleNamespace(prompt_token_ids=[1] * prompt_len, sampling_params=params, cache_salt=None)
     admission.Door("server").admit(from_json(spec), engine.catalog, request)
     return SimpleNamespace(req_id="r", prompt_token_ids=[1] * prompt_len, sampling_params=params, num_computed_tokens=0)

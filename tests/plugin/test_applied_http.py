@@ -41,10 +41,10 @@ def tokens(said: Any) -> list[int]:
 
 
 def test_a_chat_says_what_was_applied(demo_server: httpx.Client) -> None:
-    spec = {"edits": [BRIDGE, QUIET, LATE, {**OCEAN, "feature": 546, "scope": {"generated": True}}]}
+    spec = {"edits": [BRIDGE, QUIET, {**OCEAN, "feature": 546, "scope": {"generated": True}}]}
     made = post(demo_server, "chat/completions", messages=QUESTION, max_tokens=9, saesteer=spec)
     length = made["usage"]["prompt_tokens"]
-    bridge, quiet, late, generated = made["saesteer"]["applied"]
+    bridge, quiet, generated = made["saesteer"]["applied"]
     assert len(bridge.pop("version")) == 16
     assert bridge == {
         "edit": "saesteer.edits[0]", "op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3497,
@@ -52,10 +52,38 @@ def test_a_chat_says_what_was_applied(demo_server: httpx.Client) -> None:
         "positions": [[1, None]], "tokens_edited": length - 1 + 8, "tokens_cached": 0,
     }  # fmt: skip
     assert quiet["tokens_edited"] == 0, "a gate that never fires"
-    assert (late["tokens_edited"], late["tokens_cached"]) == (0, 0), "a window that is never reached"
     assert (generated["positions"], generated["tokens_edited"]) == ([[length, None]], 8)
     assert "saesteer" not in made["choices"][0], "one choice: it stands on top"
     assert made["kv_transfer_params"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": QUESTION, "max_tokens": 1}),
+        ("completions", {"prompt": PROMPTS[0], "max_tokens": 1, "stream": True}),
+        ("responses", {"input": PROMPTS[0], "max_output_tokens": 1}),
+        ("messages", {"messages": QUESTION, "max_tokens": 1}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_a_spec_without_effect_is_a_400(demo_server: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    generated = {"edits": [{**BRIDGE, "scope": {"generated": True}}]}
+    tried: list[tuple[dict[str, Any], str, str]] = [
+        ({"saesteer": generated}, "saesteer.edits[0].scope", "empty_scope"),
+        ({"saesteer": {"edits": [LATE]}}, "saesteer.edits[0].scope", "empty_scope"),
+        ({"saester": STEERED}, "saester", "unknown_field"),
+        ({"vllm_xargs": {"steering": json.dumps(STEERED)}}, "vllm_xargs.steering", "unknown_field"),
+        ({"chat_template_kwargs": {"saesteer": STEERED}}, "saesteer", "unknown_field"),
+        ({"options": STEERED}, "edits", "unknown_field"),
+    ]
+    for more, param, code in tried:
+        response = demo_server.post(f"/v1/{path}", json={"model": "demo", **body, **more})
+        assert response.status_code == 400, (more, response.text)
+        error = response.json()["error"]
+        assert f"[{code}]" in error["message"] and error.get("param", param) == param, (more, error)
+    plain = demo_server.post(f"/v1/{path}", json={"model": "demo", **body, "metadata": {"note": "saesteer"}})
+    assert plain.status_code == 200, plain.text
 
 
 def test_completions_of_one_prompt_and_of_a_string(demo_server: httpx.Client) -> None:

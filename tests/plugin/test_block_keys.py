@@ -62,7 +62,7 @@ def hashes(
 ) -> list[Any]:
     """vLLM's hashes of the full blocks of a request with TOKENS tokens, of which the first ones are its prompt."""
     kv_cache_utils.init_none_hash(sha256)
-    params = SamplingParams(extra_args=None if spec is None else {KEY: spec})
+    params = SamplingParams(extra_args=None if spec is None else {KEY: spec}, max_tokens=TOKENS)
     asked = SimpleNamespace(prompt_token_ids=[*range(prompt_len)], sampling_params=params)
     if spec is not None:
         admission.Door(server, config).admit(from_json(spec), catalog, asked, conversation)

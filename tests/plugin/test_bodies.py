@@ -10,17 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.plugin.door import frontend
-from saesteer.plugin.http import anthropic, bodies
+from saesteer.plugin.http import bodies
 from saesteer.plugin.results import counts  # needs vLLM
-from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.results.reads import Unsent
 
 SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
@@ -52,7 +49,7 @@ def test_the_scheduler_sends_with_the_last_output_or_where_a_stop_string_may_end
     tokens = SimpleNamespace(num_output_tokens=lambda: 1)
     states: Any = {"other": object()}
     processor = SimpleNamespace(request_states=states)
-    add = counts._expecting(lambda *_: states.update(ends=SimpleNamespace(detokenizer=tokens)))
+    add = counts._expecting(lambda *_: states.update(ends=SimpleNamespace(detokenizer=tokens, prompt_len=5)))
     add(processor, SimpleNamespace(request_id="ends", sampling_params=params), None)
     counts._receiving(lambda *_: None)(processor, made)
     completion = counts._telling(lambda *_: SimpleNamespace())(states["ends"], [5], 1)
@@ -281,48 +278,6 @@ def test_each_conversation_of_a_batch_has_its_own() -> None:
     silent = [SimpleNamespace(outputs=[SimpleNamespace(index=0)])] * 2
     made = asyncio.run(bodies._batch(whole)(None, request, [_outputs(output) for output in silent]))
     assert vars(made).keys() == {"choices"}
-
-
-MISPLACED: list[dict[str, Any]] = [
-    {"extra_body": {"saesteer": {}}},
-    {"extra_body": {"vllm_xargs": {"saesteer": "{}"}}},
-    {"extra_args": {"saesteer": None}},
-    {"sampling_params": {"extra_args": {"saesteer": {}}}},
-]
-
-
-@pytest.mark.parametrize("body", MISPLACED, ids=lambda body: str(next(iter(body))))
-def test_a_spec_in_a_field_that_vllm_drops_is_refused(body: dict[str, Any]) -> None:
-    """The OpenAI SDK unpacks extra_body; whoever copies it into another client sends it as it is."""
-    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-    turns: Any = [{"role": "user", "content": "x"}]
-    chat = ChatCompletionRequest(messages=turns, **body)
-    sampling = frontend._forwarding_body_field(lambda *_: SimpleNamespace(extra_args=None))
-    beams = frontend._refusing_beam_search(lambda *_: None)
-    batch = bodies._batch_request(BatchChatCompletionRequest.to_chat_completion_request)
-    own = BatchChatCompletionRequest(messages=[turns], **body)
-    raw = SimpleNamespace(json=AsyncMock(return_value=body))
-    messages = anthropic._forwarding(AsyncMock())
-    tried: list[Callable[[], Any]] = [
-        lambda: sampling(chat),
-        lambda: sampling(CompletionRequest(prompt="x", **body)),
-        lambda: sampling(ResponsesRequest(input="x", **body)),
-        lambda: beams(chat),
-        lambda: batch(own, turns),
-        lambda: asyncio.run(messages(None, SimpleNamespace(vllm_xargs=None), raw)),
-    ]
-    for one in tried:
-        with pytest.raises(SpecRefused, match=f"stands in {next(iter(body))}, which is no field") as error:
-            one()
-        assert (error.value.field, error.value.code) == ("saesteer", "unknown_field")
-
-
-def test_fields_of_others_pass() -> None:
-    for body in ({}, {"extra_body": {"top_k": 1}}, {"extra_body": "saesteer"}, {"sampling_params": None}):
-        bodies.refuse_misplaced(body)
 
 
 def test_a_stream_that_is_given_up_closes_vllm_s_own() -> None:

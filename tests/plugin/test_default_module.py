@@ -15,9 +15,10 @@ from tests.plugin.parity import TOLERANCE, compare
 pytestmark = pytest.mark.slow
 
 
-# The edits of "bridge", and a stop behind them that no short answer reaches.
+# The edits of "bridge", and behind them a stop that no short answer reaches, and an edit that none does.
 STOP = {"op": "stop", "when": {"probe": "probe", "above": -1e9}, "for": 2, "scope": {"positions": [[60, None]]}}
-WATCHED: dict[str, Any] = {"edits": [*MODULES["bridge"]["edits"], STOP]}
+LATE = {**OCEAN, "scope": {"positions": [[900, None]]}}
+WATCHED: dict[str, Any] = {"edits": [*MODULES["bridge"]["edits"], STOP, LATE]}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,12 @@ def test_all_traffic_is_steered_but_for_requests_that_opt_out(llm: Any, oracle: 
                 assert compare(oracle, prompt, one, spec)[0] < TOLERANCE
     params = SamplingParams(temperature=0, max_tokens=4)
     (plain,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
-    fields = {entry["edit"] for entry in plain.saesteer["applied"]}
-    assert fields == {f"saesteer.defaults.edits[{n}]" for n in range(len(MODULES["bridge"]["edits"]))}
+    *entries, late = plain.saesteer["applied"]
+    many = len(MODULES["bridge"]["edits"])
+    assert {entry["edit"] for entry in entries} == {f"saesteer.defaults.edits[{n}]" for n in range(many)}
+    assert all(entry["tokens_edited"] and "warning" not in entry for entry in entries)
+    assert (late["edit"], late["tokens_edited"]) == (f"saesteer.defaults.edits[{many + 1}]", 0)
+    assert late["warning"] == "its scope holds no token of this request"
     assert MODULES["bridge"]["edits"][0] == BRIDGE
     assert plain.saesteer["flags"] == []
     with pytest.raises(SpecError, match="beam search cannot be steered"):

@@ -252,7 +252,7 @@ class World:
         _wrap_v2(Mock(), self.state, self.steering)
 
     def arrive(self, name: str, slot: int, spec: Any = None) -> None:
-        params = SimpleNamespace(extra_args=None, stop=[])
+        params = SimpleNamespace(extra_args=None, stop=[], max_tokens=None)
         request = SimpleNamespace(req_id=name, prompt_token_ids=[1] * 4, sampling_params=params, num_computed_tokens=0)
         if spec is not None:
             Door().admit(from_json(spec), self.engine.catalog, request)

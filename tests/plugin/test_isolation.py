@@ -22,10 +22,10 @@ READ = {
     "hidden": True,
 }
 READING = [None, {"return": READ}, {"return": {"hidden": True}}, {"return": READ}]
-# A bound far below every activation, and a window that no token reaches: clamps that change nothing.
+# A bound far below every activation, also at one token alone: clamps that change nothing.
 IDLE = [
     {"edits": [{**BRIDGE, "mode": "min", "value": -1.0, "unit": "raw"}]},
-    {"edits": [{**BRIDGE, "scope": {"positions": [[900, 901]]}}]},
+    {"edits": [{**BRIDGE, "mode": "min", "value": -1.0, "unit": "raw", "scope": {"positions": [[2, 3]]}}]},
     {"edits": []},
     None,
 ]

@@ -266,7 +266,9 @@ def report(found: Results, choices: int, reads: int = 1) -> counts.Report:
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
     found = results(tmp_path, number=4, size=10_000)
     config = SaesteerConfig.from_json({"max_read_mib": 1})
-    door = Door("", config, None, SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16, max_model_len=64)))
+    door = Door(
+        "", config, None, SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16, max_model_len=1 << 21))
+    )
     door.results = found
     catalog = Catalog({}, frozenset({"resid_post.3"}), 64, width=8)
     reads = [{"site": "resid_post.3", "as": "handle"}, {"site": "resid_post.3", "at": "after"}]

@@ -120,7 +120,7 @@ def test_a_request_is_charged_what_its_answer_takes(kind: Any, more: dict[str, A
 
 def test_what_a_probe_says_of_many_tokens_is_bounded() -> None:
     """A score has four bytes on its way, and 32 in an answer."""
-    model = SimpleNamespace(dtype=torch.float16, max_model_len=64)
+    model = SimpleNamespace(dtype=torch.float16, max_model_len=1 << 20)
     door = Door("", SaesteerConfig.from_json({"max_read_mib": 1}), None, SimpleNamespace(model_config=model))
     catalog = Catalog({}, frozenset({"resid_post.3"}), 64, vectors={"p": from_inline((1.0,) * 8)}, width=8)
     spec = from_json({"return": {"probes": [{"probe": "p", "site": "resid_post.3"}]}})

@@ -99,7 +99,8 @@ def request(name: str, engine: Engine, data: st.DataObject) -> Asked:
     made = Asked(name, ids, parts, x, x.clone())
     if parts:
         spec = {"edits": [{**EDITS[at], "scope": {"part": part}} for at, part in parts]}
-        asked = SimpleNamespace(prompt_token_ids=ids[:PROMPT], sampling_params=SimpleNamespace(extra_args=None))
+        params = SimpleNamespace(extra_args=None, max_tokens=None)
+        asked = SimpleNamespace(prompt_token_ids=ids[:PROMPT], sampling_params=params)
         admission.Door().admit(from_json(spec), engine.catalog, asked)
         made.extra = asked.sampling_params.extra_args
     border = next((at for at in range(PROMPT, TOKENS) if ids[at] == CLOSES), END)

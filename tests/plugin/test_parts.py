@@ -99,7 +99,9 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Any:
     def admit(parser: Any, prompt: list[int], edits: list[Any], *, parts: bool = True, guesses: Any = None) -> Any:
         for place in (borders, reasoning):
             monkeypatch.setattr(place, "parser_of", lambda *_: parser)
-        asked = SimpleNamespace(prompt_token_ids=prompt, sampling_params=SimpleNamespace(extra_args=None))
+        asked = SimpleNamespace(
+            prompt_token_ids=prompt, sampling_params=SimpleNamespace(extra_args=None, max_tokens=None)
+        )
         config: Any = SimpleNamespace(speculative_config=guesses, model_config=None)
         admission.Door(vllm_config=config).admit(from_json({"edits": edits}), replace(CATALOG, parts=parts), asked)
         return asked.sampling_params.extra_args
@@ -190,7 +192,7 @@ def test_what_a_chat_says_to_its_template_is_said_to_the_parser_also_next_to_an_
     names: Any = SimpleNamespace(hold=lambda: SimpleNamespace(catalog=catalog), count=lambda *_: None)
     processor = SimpleNamespace(saesteer_names=names, saesteer_door=admission.Door(vllm_config=config))
     spec = {"edits": [{**CLAMP, "scope": {"part": "answer"}}]}
-    taken = SimpleNamespace(extra_args={"saesteer": spec}, n=1)
+    taken = SimpleNamespace(extra_args={"saesteer": spec}, n=1, max_tokens=None)
     check = frontend._checking(lambda *_: SimpleNamespace(prompt_token_ids=[5], sampling_params=taken))
     check(processor, "r", prompt, taken)
     assert heard[0] == {"chat_template_kwargs": said}

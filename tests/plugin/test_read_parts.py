@@ -189,8 +189,8 @@ def test_rows_of_a_part_count_as_they_travel_and_are_kept_as_one(tmp_path: Any) 
     spec = from_json({"return": {"activations": [read, {**read, "at": "after"}]}})
     readouts = door.meaning(spec, catalog, PROMPT).readouts
     found = [one.readout for one in readouts]
-    assert declared(found, catalog, PROMPT, 4, 2) == [(4 - 1) * 8 * 2] * 2
-    rooms = door._bound(readouts, (), catalog, PROMPT, SimpleNamespace(max_tokens=4, n=1))
+    assert declared(found, catalog, PROMPT + 3, 2) == [(4 - 1) * 8 * 2] * 2
+    rooms = door._bound(readouts, (), catalog, PROMPT + 3, SimpleNamespace(n=1))
     assert len(rooms) == 2 and door.results.sweep() == [8 * 4] * 2
 
 

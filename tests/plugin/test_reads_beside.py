@@ -63,7 +63,8 @@ def test_a_stop_in_a_longer_prompt_fires_though_the_cache_has_it(llm: Any) -> No
     assert position < length
     stop = rule("stop", threshold(found, position, 100), positions=[[100, None]])
     for asked in ({"edits": [stop]}, {"edits": [*STEERED[:1], stop]}, spec(stop)):
-        (short,) = ask(llm, [text("stop behind shorter", 60)], asked, 4)
+        others = {**asked, "edits": asked["edits"][:-1]}  # the stop has no token of so short a request
+        (short,) = ask(llm, [text("stop behind shorter", 60)], others, 4)
         assert len(short.prompt_token_ids) < 100 and len(short.outputs[0].token_ids) == 4
         if len(asked["edits"]) == 1:
             ask(llm, [prompt], None, 2)

@@ -37,10 +37,12 @@ def answer(url: str, **body: Any) -> Any:
 
 @pytest.mark.parametrize("beams", [False, True])
 @pytest.mark.parametrize("url", ["/v1/audio/transcriptions", "/v1/audio/translations"])
-def test_a_spec_for_audio_is_refused(url: str, beams: bool) -> None:
+def test_a_spec_for_audio_is_refused(url: str, beams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "_serving", [SimpleNamespace(catalog=SimpleNamespace(default=None))])
     words = "saesteer: beam search cannot be steered" if beams else "saesteer: is not served on routes of audio"
     asked: Any
-    for asked in ({"saesteer": {"edits": []}}, {"saesteer": None}, {"vllm_xargs": {"saesteer": SPEC}}):
+    flat = {"saesteer[edits][][op]": "clamp"}, {"vllm_xargs[saesteer]": SPEC}  # as OpenAI's client flattens forms
+    for asked in ({"saesteer": {"edits": []}}, {"saesteer": None}, {"vllm_xargs": {"saesteer": SPEC}}, *flat):
         error = answer(url, use_beam_search=beams, **asked).error
         assert error.code == 400 and words in error.message and error.message.endswith("[not_served]"), asked
     error = answer(url, use_beam_search=beams, extra_body={"saesteer": {}}).error

@@ -29,7 +29,7 @@ QUICK = {  # seeds of storms in which all of that happens
     "V1": (4, 11, 19, 25),  # 4: two flags before an output; 19: a reduction that was preempted between cached tokens
     "V1 asynchronous": (1, 11, 29),
     "V1 guesses": (5, 13, 29),
-    "V1 stages": (10, 29, 30),
+    "V1 stages": (10, 12, 29),
     "V2": (5, 14, 26),
     "V2 asynchronous": (1, 16, 19),
 }

@@ -210,7 +210,7 @@ def test_the_reasoning_of_an_earlier_turn_belongs_to_no_part(name: str) -> None:
     border = border_of(server(name), told, ids)
     assert (told[1], border.found) == (len(ids) - 2, END)
     assert border.find([THINK, PLAIN, ENDED, PLAIN]) == len(ids) + 2
-    where = Borders(server(name)).edited("saesteer.edits[0]", told, ids)
+    where = Borders(server(name)).edited("saesteer.edits[0]", told, END)
     assert ENDED in where[0] and where[1] == END, "the device looks for it, too"
 
 
@@ -249,7 +249,7 @@ def test_what_clients_invent_for_a_parser_is_neither_kept_nor_taken_without_limi
     door = Borders(server("deepseek_r1"))
     for n in range(3 * borders._KNOWN):
         told = door.told([PLAIN], None, {"x": "é\ud800" * 1000 + str(n)})
-        assert door.edited("saesteer.edits[0]", told, [PLAIN]) == ((ENDED,), END)
+        assert door.edited("saesteer.edits[0]", told, END) == ((ENDED,), END)
     assert len(door._closing) <= borders._KNOWN and all(len(key) == 32 for key in door._closing)
     for template, many, long in (
         ({"x": "a" * 2**16}, 1, 2**16 + 1),
@@ -300,7 +300,7 @@ def test_what_takes_a_while_is_done_ahead(spec: Any, looks: int, renders: int, m
     monkeypatch.setattr(frontend, "located", lambda *_: None)  # other messages
     prompt, params = {"prompt_token_ids": ids, CONVERSATION: slow}, SimpleNamespace(extra_args={"saesteer": spec})
     asyncio.run(frontend._asking_ahead(original)(engine, "r", prompt, params))
-    door.edited("saesteer.edits[0]", door.told(ids, slow, {}), ids)
+    door.edited("saesteer.edits[0]", door.told(ids, slow, {}), END)
     assert (len(looked), len(rendered)) == (1, 1)
 
 

@@ -30,7 +30,7 @@ CATALOG = Catalog(
         "np:gemma-2-2b/20-res": "gs@20",
         "np:other/1-x": "own",
     },
-    origins={"own": Origin("gemma-2-2b", "same"), "gs@20": Origin("gemma-2-2b", "base")},
+    origin={"own": Origin("gemma-2-2b", "same"), "gs@20": Origin("gemma-2-2b", "base")}.get,
 )
 ADDRESS = "gemma-2-2b/20-res-16k/3"
 CLAMP = {"op": "clamp", "feature": ADDRESS, "value": 2.0}
@@ -162,7 +162,7 @@ def test_a_read_is_of_one_dictionary() -> None:
 @pytest.mark.parametrize(("fit", "words"), [("unknown", "is not known to be gemma-2-2b"), ("other", "is not gemma")])
 def test_an_address_says_the_model(fit: Any, words: str) -> None:
     """By name and number the dictionary is served all the same."""
-    catalog = replace(CATALOG, origins={"own": Origin("gemma-2-2b", fit)})
+    catalog = replace(CATALOG, origin={"own": Origin("gemma-2-2b", fit)}.get)
     with pytest.raises(SpecError, match=words) as caught:
         plan(from_json({"edits": [CLAMP]}), catalog, 12)
     assert caught.value.code == "not_served" and "--dictionaries-of gemma-2-2b" in str(caught.value)
@@ -171,6 +171,6 @@ def test_an_address_says_the_model(fit: Any, words: str) -> None:
 
 @pytest.mark.parametrize(("fit", "expected"), [("same", None), ("base", "m"), ("declared", "m"), ("unknown", None)])
 def test_applied_names_another_model(fit: Any, expected: str | None) -> None:
-    catalog = replace(CATALOG, origins={"own": Origin("m", fit)})
+    catalog = replace(CATALOG, origin={"own": Origin("m", fit)}.get)
     [entry] = applied(plan(from_json({"edits": [clamp("own", 3, 2.0)]}), catalog, 12), catalog)
     assert entry.get("trained_on") == expected

@@ -72,13 +72,13 @@ def test_declared_bytes_are_those_of_each_number(
             else:
                 number = itemsize if readout.reduce == "none" else 4  # reductions are float32
                 total += number * (7 if readout.site == "z.3" else 4)
-    assert sum(declared(found, CATALOG, prompt_len, max_tokens, itemsize)) == total
+    assert sum(declared(found, CATALOG, prompt_len + max_tokens - 1, itemsize)) == total
     assert first_recomputed(found, prompt_len) == lowest
 
 
 def test_the_last_hidden_state_is_one_row() -> None:
-    assert declared(planned(hidden=True), CATALOG, P, 1, 2) == [4 * 2]
-    assert declared(planned(**features()), CATALOG, P, 1, 2) == [0], "the only generated token is never an input"
+    assert declared(planned(hidden=True), CATALOG, P, 2) == [4 * 2]
+    assert declared(planned(**features()), CATALOG, P, 2) == [0], "the only generated token is never an input"
 
 
 def test_more_bytes_than_the_limit_are_refused() -> None:

@@ -27,6 +27,7 @@ from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Feature, Readout
 from saesteer.planning.planner import Catalog, Plan, plan
+from saesteer.planning.reach import Scopes, refuse_unmet, scopes_of
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
 from saesteer.plugin.door.borders import Borders
@@ -59,6 +60,7 @@ class Meaning:
     first: tuple[int | None, int | None]  # the first position that is read: of those to be recomputed, and of all
     rules: Sequence[Sequence[Any]]  # as they travel to the scheduler
     measures: Sequence[Readout]  # what they watch
+    scopes: Scopes  # of the request's own edits and rules
     parts: bool  # whether a scope names a part of the answer
     edits_part: str | None  # path of the first edit whose scope does
     rows: Mapping[Feature, str]  # features that come from files, each with the path of its first mention
@@ -152,7 +154,12 @@ class Door:
         if template is None and conversation is not None:
             template = conversation.chat_params.chat_template_kwargs
         told = self.borders.told(ids, conversation, template or {}) if meaning.parts else None
-        border = self.borders.edited(meaning.edits_part, told, ids) if meaning.edits_part and told else None
+        ended = END  # where the prompt ends the reasoning
+        if told and (meaning.edits_part or any(part for _, part in meaning.scopes)):
+            ended = border_of(self._vllm_config, told, ids).found
+        border = self.borders.edited(meaning.edits_part, told, ended) if meaning.edits_part and told else None
+        end = self._end(len(ids), params)
+        refuse_unmet(meaning.scopes, len(ids), end, ended)
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
         own = [one for one in meaning.readouts if one.readout.shown]
@@ -160,7 +167,7 @@ class Door:
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
             wanted = Wanted.of(self.consumers, meaning.readouts, spec.returns.consumers)
-        rooms = self._bound(own, meaning.measures, catalog, len(ids), params) if own or meaning.measures else []
+        rooms = self._bound(own, meaning.measures, catalog, end, params) if own or meaning.measures else []
         params.saesteer_report = Report(
             meaning.applied,
             meaning.sites if measured else None,
@@ -195,28 +202,32 @@ class Door:
             params.extra_args[BORDER] = border
         return spec
 
+    def _end(self, prompt_len: int, params: Any) -> int:
+        """Return the position behind the last token that is an input of the model, if a request runs to its length."""
+        longest = END if self._model is None else self._model.max_model_len
+        return max(prompt_len, min(longest, prompt_len + (params.max_tokens or longest)) - 1)
+
     def _bound(
-        self, readouts: Sequence[Reported], measures: Sequence[Readout], catalog: Catalog, prompt_len: int, params: Any
+        self, readouts: Sequence[Reported], measures: Sequence[Readout], catalog: Catalog, end: int, params: Any
     ) -> list[Room | Spool]:
         """Refuse a request that may read or watch too much; return the room for what its choices keep, in order."""
         if self._model is None or self.config is None:
             return []
-        most, choices = params.max_tokens or max(1, self._model.max_model_len - prompt_len), params.n or 1
-        found = [one.readout for one in readouts]
+        found, choices = [one.readout for one in readouts], params.n or 1
         itemsize = self._model.dtype.itemsize
-        each = declared(found, catalog, prompt_len, most, itemsize)
+        each = declared(found, catalog, end, itemsize)
         sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
         whole = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes)
-        whole += sum(declared(measures, catalog, prompt_len, most, itemsize))
+        whole += sum(declared(measures, catalog, end, itemsize))
         at = "saesteer.return" if readouts else measures[0].field
         refuse_above(self.config.max_read_mib << 20, whole * choices, at)
         kept: list[int | Layout] = []
         for one, size, sites in sizes:
             if spooled(one):
-                rows = most_rows(one.readout, prompt_len + most - 1)
+                rows = most_rows(one.readout, end)
                 kept.append(Layout((one.about, *one.beside), rows, sites * size // max(1, rows)))
             elif not one.readout.inline:  # a reduction: also the rows of a part become one here
-                kept += declared([replace(one.readout, part=None)] * sites, catalog, prompt_len, most, itemsize)
+                kept += declared([replace(one.readout, part=None)] * sites, catalog, end, itemsize)
         return self.results.promise(kept * choices) if kept else []
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:
@@ -299,6 +310,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
         first,
         sent(found.rules),
         found.measures,
+        scopes_of(found),
         edits_part is not None or any(one.part for one in found.readouts) or any(one.part for one in found.rules),
         edits_part,
         rows,

@@ -16,7 +16,7 @@ from saesteer.language.spec import Spec
 from saesteer.planning.expand import steps
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.conversation import Conversation
-from saesteer.plugin.reasoning import arguments, border_of, closing, parser_of
+from saesteer.plugin.reasoning import arguments, closing, parser_of
 
 MOST_GIVEN = 64, 2**16  # arguments of a parser, and characters of all of them
 _KNOWN = 64  # sets of arguments
@@ -83,13 +83,13 @@ class Borders:
             raise SpecError(f"{found}; expected other scopes", field=KEY, code="not_served") from exc
         return given, 0 if conversation is None else conversation.opening(ids)
 
-    def edited(self, at: str, told: tuple[dict[str, Any], int], ids: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    def edited(self, at: str, told: tuple[dict[str, Any], int], ended: int) -> tuple[tuple[int, ...], int]:
         """What ends the reasoning in an answer whose parts are edited, and where the prompt has ended it, or END.
 
         Args:
             at: path of the first edit whose scope names a part.
             told: as of ``told``.
-            ids: of the prompt.
+            ended: where the prompt has ended it, as ``border_of`` finds it.
 
         Raises:
             SpecError: the device cannot find the border.
@@ -98,9 +98,8 @@ class Borders:
         if getattr(self._vllm_config, "speculative_config", None) is not None:
             message = "names a part of the answer, and this server guesses tokens (speculative decoding)"
             fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
-        found = border_of(self._vllm_config, told, ids)
-        if found.found < END:
-            return (), found.found
+        if ended < END:
+            return (), ended
         tokens = self._closing_of(told[0])
         if not tokens:
             message = (

@@ -144,6 +144,8 @@ def _checking(
         if taken is not None:
             taken.extra_args = without_ours(taken.extra_args)
         names, door = self.saesteer_names, self.saesteer_door
+        if names is not None:
+            bodies.refuse_near(getattr(params, "extra_args", None), "extra_args")
         held = None if names is None else names.hold()
         catalog = None if held is None else held.catalog
         silent = spec is None and (catalog is None or catalog.default is None)
@@ -224,11 +226,16 @@ def _board(parallel: Any) -> Board | None:
     return None if servers == 1 else Board.of(parallel._api_process_rank, servers)
 
 
+def _refuse_misplaced(request: Any) -> None:
+    if _serving:  # elsewhere, such a field may be of another plugin
+        bodies.refuse_misplaced(request)
+
+
 @around
 def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     params = original(self, *args, **kwargs)
     body = self.model_extra or {}
-    bodies.refuse_misplaced(body)
+    _refuse_misplaced(self)
     if KEY in body:
         if KEY in (params.extra_args or {}):
             message = "appears both in the body and in vllm_xargs; expected only one of them"
@@ -239,7 +246,7 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
 
 @around
 def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    bodies.refuse_misplaced(self.model_extra or {})
+    _refuse_misplaced(self)
     if bodies.is_steered(self):
         raise routes.refused(routes.unserved("routes of audio"))
     return original(self, *args, **kwargs)
@@ -247,7 +254,7 @@ def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: An
 
 @around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    bodies.refuse_misplaced(self.model_extra or {})
+    _refuse_misplaced(self)
     if bodies.is_steered(self) or any(names.catalog.default for names in _serving):
         raise SpecRefused(SpecError(unservable.NO_BEAMS, field=KEY, code="not_served"))
     return original(self, *args, **kwargs)

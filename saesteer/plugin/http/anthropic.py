@@ -40,7 +40,7 @@ async def _answering(original: Original, self: Any, request: Any, raw_request: A
 @around
 async def _forwarding(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
     body = {} if raw_request is None else await raw_request.json()
-    refuse_misplaced(body)
+    refuse_misplaced(request, body)
     if KEY in body:
         request.saesteer = body[KEY]
     arguments = body.get("vllm_xargs")

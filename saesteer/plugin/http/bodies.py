@@ -13,13 +13,14 @@ responses API that event is made here. anthropic.py serves Anthropic's form of a
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin.http.routes import INSIDE, NO_FIELDS
+from saesteer.language.fields import step
+from saesteer.plugin.http.routes import misplaced, near
 from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.results.kept import one_body
 from saesteer.plugin.results.reads import Unsent
@@ -32,8 +33,9 @@ _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be esc
 
 
 def is_steered(request: Any) -> bool:
-    """True if a request of the OpenAI API has a spec, in its body or in vllm_xargs."""
-    return KEY in (request.model_extra or ()) or KEY in (getattr(request, "vllm_xargs", None) or ())
+    """True if a request of the OpenAI API has a spec, in its body, also as a form's fields, or in vllm_xargs."""
+    names = (name.replace("]", "").split("[") for name in request.model_extra or ())  # forms: saesteer[edits][][op]
+    return any(KEY in one for one in names) or KEY in (getattr(request, "vllm_xargs", None) or ())
 
 
 def failure(event: Any) -> dict[str, Any] | None:
@@ -44,23 +46,34 @@ def failure(event: Any) -> dict[str, Any] | None:
     return error
 
 
-def refuse_misplaced(body: Mapping[str, Any]) -> None:
-    """Refuses a spec that stands where none of vLLM's bodies is read: it would be dropped in silence.
+def refuse_misplaced(request: Any, body: Mapping[str, Any] | None = None) -> None:
+    """Refuse a spec that would be dropped in silence: under a misspelt key, or where none of vLLM's bodies is read.
 
     Args:
-        body: the fields of a request, or those that vLLM does not know.
+        request: vLLM's, to a route that serves the field.
+        body: its fields, with those that vLLM does not know; None: the request has these as well.
 
     Raises:
-        SpecRefused: ``extra_body``, which the OpenAI SDK unpacks and others send as it is, or the like has one.
+        SpecRefused: it has one.
     """
-    for name in NO_FIELDS:
-        held = body.get(name)
-        if not isinstance(held, Mapping):
-            continue
-        inner = (held, *(held.get(one) for one in INSIDE))
-        if any(isinstance(one, Mapping) and KEY in one for one in inner):
-            message = f"stands in {name}, which is no field of a body; expected it beside the model"
-            raise SpecRefused(SpecError(message, field=KEY, code="unknown_field"))
+    body = vars(request) | (request.model_extra or {}) if body is None else body
+    refuse_near(body.keys() - vars(request))
+    refuse_near(body.get("vllm_xargs"), "vllm_xargs")
+    if found := misplaced(body, KEY, "edits"):
+        name, key = found
+        message = f"stands in {name}, where no spec is read; expected the field {KEY} beside the model"
+        raise SpecRefused(SpecError(message, field=key, code="unknown_field"))
+
+
+def refuse_near(keys: object, where: str = "") -> None:
+    """Refuse a key near ``saesteer`` among those of an object, if it is one; ``where`` is its path.
+
+    Raises:
+        SpecRefused: it has one.
+    """
+    if isinstance(keys, Iterable) and (key := near(keys)) is not None:
+        message = f"is no field of a request (did you mean {KEY}?)"
+        raise SpecRefused(SpecError(message, field=step(where, key).removeprefix("."), code="unknown_field"))
 
 
 async def recorded(
@@ -188,7 +201,7 @@ def _chat_stream(original: Original, self: Any, request: Any, result_generator: 
 @around
 def _batch_request(original: Original, self: Any, messages: Any) -> Any:
     """Gives the request of each conversation the batch's field, even a null, which vLLM drops."""
-    refuse_misplaced(self.model_extra or {})
+    refuse_misplaced(self)
     request = original(self, messages)
     if KEY in (self.model_extra or ()):
         request.saesteer = self.model_extra[KEY]

@@ -1,19 +1,15 @@
-"""The routes of vLLM that serve the field ``saesteer``, and the guard for all others. Knows bodies, but no spec.
+"""The routes of vLLM that serve the field ``saesteer``, the guard for all others, and where a spec may not stand.
 
 Most of vLLM's routes drop unknown fields, so a spec in their body would be ignored in silence. The guard answers such
 a body with 400. It guards every route that is not on the list, including those that a later vLLM adds.
 """
 
 import json
-import re
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException
-from starlette.requests import Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,14 +31,53 @@ OURS = "/v1/saesteer/"  # the admin routes refuse unknown fields themselves
 LIMIT = 16 * 2**20  # bytes of a body that the guard reads: the length of the longest spec
 
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-_WORD = KEY.encode()
-# A body with the key contains one of these: the word, one of its letters as \u0073, or the zeros of UTF-16.
-_MARKS = (_WORD, b"\\u006", b"\\u007", b"\0")
-_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
-NO_FIELDS = ("extra_body", "extra_args", "sampling_params")  # where clients put what vLLM's bodies hold elsewhere
-INSIDE = ("vllm_xargs", "extra_args")  # where a spec may stand in these
-# Where vLLM's bodies hold what travels to the engine with the prompt, and where clients think that they do.
-_PLACES = ((), ("vllm_xargs",), *((name, *more) for name in NO_FIELDS for more in ((), *((one,) for one in INSIDE))))
+_NESTED = (  # objects of a body in which clients put what belongs beside them
+    *("metadata", "extra_body", "extra_args", "sampling_params", "chat_template_kwargs", "kv_transfer_params"),
+    *("options", "parameters"),
+)
+_INSIDE = ("vllm_xargs", "extra_args")  # where a spec may stand in these
+_MEANT = ("steer", "steering", "sae")  # besides what differs from KEY in so many letters:
+_LETTERS = 2
+
+
+def misplaced(body: Mapping[str, Any], *keys: str) -> tuple[str, str] | None:
+    """Find a spec one level below the top of a body, where no route reads it.
+
+    Args:
+        body: a request's fields.
+        keys: under which a spec, or its edits, would stand. Plain text there is none, but a JSON object or list is.
+
+    Returns:
+        The name of the object that has it, and the key.
+    """
+    for name in _NESTED:
+        held = body.get(name)
+        for inner in (held, *(held.get(one) for one in _INSIDE)) if isinstance(held, Mapping) else ():
+            for key in keys:
+                if isinstance(inner, Mapping) and key in inner and not _is_plain(inner[key]):
+                    return name, key
+    return None
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] not in ("{", "[")
+
+
+def near(keys: Iterable[Any]) -> str | None:
+    """Return the first key that is not ``saesteer`` and was probably meant to be; None: there is none."""
+    for key in keys:
+        word = key.strip().casefold() if isinstance(key, str) else ""
+        if key != KEY and (word in _MEANT or (abs(len(word) - len(KEY)) <= _LETTERS and not _differ(word, KEY))):
+            return str(key)
+    return None
+
+
+def _differ(one: str, other: str, letters: int = _LETTERS) -> bool:
+    """Return whether the edit distance of two words is above a number of letters."""
+    if one[:1] == other[:1]:
+        return one != other and _differ(one[1:], other[1:], letters)
+    changed = (one[1:], other), (one, other[1:]), (one[1:], other[1:])
+    return letters == 0 or all(_differ(*pair, letters - 1) for pair in changed)
 
 
 def path_of(scope: Scope) -> str:
@@ -52,11 +87,10 @@ def path_of(scope: Scope) -> str:
 
 
 class Guard:
-    """ASGI middleware that answers 400 if a body asks for steering on a route that does not serve the field.
+    """ASGI middleware that answers 400 if a JSON body asks for steering on a route that does not serve the field.
 
     Requests to served routes pass unchanged, and so do those that no route takes. Other bodies are read before the app
-    gets them, up to LIMIT, and parsed only if they may contain the key. A longer body is passed on as it arrives, and
-    refused once it contains the word.
+    gets them, up to LIMIT. A longer body passes, and so does what is no JSON object, such as a form.
 
     Args:
         app: the app behind the guard.
@@ -73,12 +107,10 @@ class Guard:
         if kind == "websocket":
             receive = _without_specs(receive, send, self._refusal(path))
         elif kind == "http" and scope["method"] not in _BODILESS and not self._passes(path) and _is_routed(scope):
-            body = _Body(receive, self._refusal(path))
-            whole = await body.begin()
-            if await _asks(scope, whole) if body.ended else _WORD in whole:
+            body, receive = await _read(receive)
+            if _asks(body):
                 await _answer(self._refusal(path))(scope, receive, send)
                 return
-            receive = body
         await self.app(scope, receive, send)
 
     def _passes(self, path: str) -> bool:
@@ -113,86 +145,31 @@ def _answer(message: str) -> JSONResponse:
     return JSONResponse({"error": error}, 400)
 
 
-class _Body:
-    """Passes a request's body on to the app after its beginning has been read."""
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """Read a body, empty if it is longer than LIMIT; return it with what gives the app the same messages."""
+    held: deque[Message] = deque()
+    size, more = 0, True
+    while more and size <= LIMIT:
+        held.append(await receive())  # it has no more_body if the client has disconnected
+        size, more = size + len(held[-1].get("body", b"")), held[-1].get("more_body", False)
+    body = b"".join(one.get("body", b"") for one in held) if size <= LIMIT else b""
 
-    def __init__(self, receive: Receive, message: str) -> None:
-        self.ended = False
-        self._receive = receive
-        self._message = message
-        self._held: deque[Message] = deque()
-        self._tail = b""  # to find the word across two messages
+    async def receive_again() -> Message:
+        return held.popleft() if held else await receive()
 
-    async def begin(self) -> bytes:
-        """The body if it ends within LIMIT, or the part read so far if it is longer."""
-        parts, size = [], 0
-        while not self.ended and size <= LIMIT:
-            message = await self._receive()
-            if message["type"] != "http.request":  # the client has disconnected
-                self._held.append(message)
-                break
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            self.ended = not message.get("more_body", False)
-        whole = b"".join(parts)
-        self._held.appendleft({"type": "http.request", "body": whole, "more_body": not self.ended})
-        self._tail = whole[-len(_WORD) :]
-        return whole
-
-    async def __call__(self) -> Message:
-        if self._held:
-            return self._held.popleft()
-        message = await self._receive()
-        if not self.ended and message["type"] == "http.request":
-            self.ended = not message.get("more_body", False)
-            passing = self._tail + message.get("body", b"")
-            if _WORD in passing:
-                raise HTTPException(400, str(refused(self._message)))  # vLLM's app turns it into its error object
-            self._tail = passing[-len(_WORD) :]
-        return message
+    return body, receive_again
 
 
-async def _asks(scope: Scope, body: bytes) -> bool:
-    """True if a whole body asks for steering; False if it does not, or vLLM could not read it either."""
-    content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if content_type.decode("latin-1").partition(";")[0].strip().lower() not in _FORMS:
-        return _json_asks(body)
-    return _WORD in body and await _form_asks(scope, body)
-
-
-def _json_asks(text: bytes) -> bool:
-    if not any(mark in text for mark in _MARKS):
-        return False
+def _asks(text: bytes) -> bool:
+    """Return whether JSON in any encoding asks for steering. What is no JSON does not; vLLM cannot read it either."""
     try:
-        found = json.loads(text)
+        body = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return any(isinstance(held, Mapping) and KEY in held for held in (_at(found, place) for place in _PLACES))
-
-
-def _at(found: Any, place: Sequence[str]) -> Any:
-    for key in place:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
-async def _form_asks(scope: Scope, body: bytes) -> bool:
-    """The same for a form, in which clients flatten objects into names such as saesteer[edits][][op]."""
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    try:
-        async with Request(scope, receive).form() as form:
-            fields = [(re.findall(r"[^\[\]]+", name), value) for name, value in form.multi_items()]
-    except (HTTPException, MultiPartException):
+    if not isinstance(body, Mapping):
         return False
-    return any(
-        path[:1] == [KEY]
-        or path[:2] == ["vllm_xargs", KEY]
-        or (path == ["vllm_xargs"] and isinstance(value, str) and _json_asks(value.encode()))
-        for path, value in fields
-    )
+    arguments = body.get("vllm_xargs")
+    return KEY in body or (isinstance(arguments, Mapping) and KEY in arguments) or misplaced(body, KEY) is not None
 
 
 def _without_specs(receive: Receive, send: Send, message: str) -> Receive:
@@ -202,7 +179,7 @@ def _without_specs(receive: Receive, send: Send, message: str) -> Receive:
         while True:
             event = await receive()
             sent = (event.get("text") or "").encode() or event.get("bytes") or b""
-            if not _json_asks(sent):
+            if not _asks(sent):
                 return event
             error = {"type": "error", "error": str(refused(message)), "code": "not_served"}
             await send({"type": "websocket.send", "text": json.dumps(error)})

@@ -290,13 +290,13 @@ class Report:
         if not self.fields["applied"]:
             self.fields["applied"] += [dict(one) for one in self.applied]
 
-    def fill(self, border: int = END) -> None:
-        """Adds the counts and doses; ``border``: between the parts of the answer."""
+    def fill(self, border: int = END, end: int = END) -> None:
+        """Adds the counts and doses. Arguments as of ``count``."""
         self.begin()
         if self.counted:
             found = np.frombuffer(self.counted, dtype=np.int32)
             cached, counters, edits = int(found[0]), found[1:], len(self.applied)
-            count(self.fields["applied"], counters[:edits].tolist(), cached, border)
+            count(self.fields["applied"], counters[:edits].tolist(), cached, border, end)
             if self.sites is not None:
                 self.fields["dose"] = doses.report(counters, edits, self.sites, limited=self.limit is not None)
 
@@ -386,11 +386,11 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 answer.kept += answer.rooms
         if finish_reason is not None:
             answer.cut(generated)
-            answer.fill(border)
+            # The last token was no input; an answer without a token ends in its prompt.
+            end = self.prompt_len + max(0, generated - 1)
+            answer.fill(border, end)
             metrics.edited(answer.fields["applied"])
             if answer.watches:
-                # The last token was no input; an answer without a token ends in its prompt.
-                end = self.prompt_len + max(0, generated - 1)
                 answer.fields["flags"] += flags(answer.fired, end)
                 metrics.fired(op for op, _, position in answer.fired if position < end)
                 if not generated:

@@ -32,7 +32,7 @@ def engine(model_dir: str) -> StandIn:
     assets = Assets.open(SaesteerConfig.from_json(config))
     held = assets.catalog(width=576, layers=30)
     addresses = {"np:smollm2/15-demo-res": "demo", "np:smollm2/12-demo-mlp": "mlp"}
-    catalog = replace(held, addresses=addresses, origins={})
+    catalog = replace(held, addresses=addresses, origin=lambda _: None)
     tokenizer = get_cached_tokenizer(AutoTokenizer.from_pretrained(model_dir))  # as vLLM has it
     return StandIn(catalog, tokenizer, Fetching(assets.rows, torch.float32))
 

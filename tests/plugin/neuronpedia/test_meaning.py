@@ -149,7 +149,11 @@ def catalog() -> Catalog:
     names = dict.fromkeys(("demo", "two", "scope@9", "scope@17"), info)
     known = {"np:tiny/3-res": "demo", "np:other/3-res": "two", "np:tiny/12-res": "two", "np:tiny/2-att": "demo"}
     return replace(
-        held, origins={}, dictionaries=dict.fromkeys(sorted(names), info), sets={"scope": (9, 17)}, addresses=known
+        held,
+        origin=lambda _: None,
+        dictionaries=dict.fromkeys(sorted(names), info),
+        sets={"scope": (9, 17)},
+        addresses=known,
     )
 
 
