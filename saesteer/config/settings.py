@@ -45,6 +45,7 @@ def read_settings(
     modules: Sequence[str] = (),
     consumers: Sequence[str] = (),
     capture: Sequence[str] = (),
+    allow_hosts: Sequence[str] = (),
     file: str | Path | None = None,
     **limits: float | str | None,
 ) -> SaesteerConfig:
@@ -59,7 +60,8 @@ def read_settings(
         modules: each ``NAME=FILE``; the file holds a spec as JSON.
         consumers: each ``NAME``, or ``NAME=`` and its options as a JSON object.
         capture: names of sites, like ``sites``.
-        file: a YAML file; the other arguments override it, except that lists of sites and models add up.
+        allow_hosts: names of hosts, like ``sites``.
+        file: a YAML file; the other arguments override it, except that lists of sites, models and hosts add up.
         **limits: ``max_edits``, ``max_dose`` and the other limits of ``saesteer.config``; None: not given.
 
     Raises:
@@ -68,6 +70,7 @@ def read_settings(
     told = SaesteerConfig() if file is None else _read(Path(file))
     words: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     lists = {"sites": sites, "reads": reads, "capture": capture, "dictionaries_of": dictionaries_of}
+    lists["allow_hosts"] = allow_hosts
     for name, given in lists.items():
         words[name] = [*getattr(told, name), *(one for word in given for one in word.split(",") if one)]
     for name, places, example in (

@@ -36,8 +36,7 @@ class LLM(vllm.LLM):
         registers: numbers that one request may read for each token and keep.
         graph_sets: how often full CUDA graphs are captured: with all ops, without, with those of dictionaries, and
             for reads.
-        max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
-        max_results_mib: MiB that all of them take.
+        max_results_mib: MiB of all results that are kept to be fetched by a handle, whose ``numbers()`` fetches them.
         result_seconds: seconds that each of them is kept.
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
@@ -72,7 +71,6 @@ class LLM(vllm.LLM):
         inline_rows: int = 1,
         registers: int = 64,
         graph_sets: int = 4,
-        max_results: int = 1024,
         max_results_mib: int = 1024,
         result_seconds: int = 3600,
         dictionary_folder: str | None = None,
@@ -98,7 +96,6 @@ class LLM(vllm.LLM):
             "inline_rows": inline_rows,
             "registers": registers,
             "graph_sets": graph_sets,
-            "max_results": max_results,
             "max_results_mib": max_results_mib,
             "result_seconds": result_seconds,
             "dictionary_folder": dictionary_folder,

@@ -70,7 +70,6 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "inline_rows": 1,
             "registers": 64,
             "graph_sets": 4,
-            "max_results": 1024,
             "max_results_mib": 1024,
             "result_seconds": 3600,
             "dictionary_folder": None,
@@ -82,6 +81,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "capture_folder": None,
             "fail_fast": False,
             "memory_guard": None,
+            "allow_hosts": [],
             "playground": None,
             "neuronpedia": False,
         }
@@ -102,8 +102,16 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words += ["--default-module", "calm", "--dictionary", f"stored=rows:{DEMO_SAE}@resid_post.2"]
     words += ["--dictionary-folder", str(DEMO_SAE.parent), "--consumer", "logging", "--capture", "z.1,resid_pre.all"]
     words += ["--consumer", f'filesystem={{"folder": "{tmp_path}/asked"}}', "--capture-folder", f"{tmp_path}/captured"]
-    words += ["--max-results", "9", "--max-results-mib", "8", "--result-seconds", "7"]
-    words += ["--playground", "--neuronpedia", "--fail-fast", "--memory-guard", "0.9"]
+    words += ["--max-results-mib", "8", "--result-seconds", "7"]
+    words += [
+        "--playground",
+        "--neuronpedia",
+        "--fail-fast",
+        "--memory-guard",
+        "0.9",
+        "--allow-host",
+        "box.example,box.lan",
+    ]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
@@ -126,7 +134,6 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "inline_rows": 2,
         "registers": 8,
         "graph_sets": 2,
-        "max_results": 9,
         "max_results_mib": 8,
         "result_seconds": 7,
         "dictionary_folder": str(DEMO_SAE.parent),
@@ -138,6 +145,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "capture_folder": f"{tmp_path}/captured",
         "fail_fast": True,
         "memory_guard": 0.9,
+        "allow_hosts": ["box.example", "box.lan"],
         "playground": True,
         "neuronpedia": True,
     }

@@ -4,13 +4,13 @@ Every API server looks for itself. What it reads is the machine's or the contain
 looks when something is asked of it, GET /metrics included, and uses what it has seen for PERIOD.
 """
 
-import json
 import logging
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from saesteer.plugin.http.routes import OURS, path_of
@@ -20,7 +20,6 @@ _log = logging.getLogger("vllm.saesteer")
 PERIOD = 0.5  # seconds
 RETRY_AFTER = 5  # seconds; answers that run meanwhile end and free what they hold
 CODE = "memory"
-_AGAIN = 1013  # of a WebSocket: try again later
 
 # Where work is asked for. Routes elsewhere operate the server, which may be what helps it now.
 _WORK = ("/v1/", "/v2/", "/inference/", "/cohere/", "/invocations", "/generative_scoring")
@@ -71,10 +70,7 @@ class MemoryGuard:
             await self.app(scope, receive, send)
             return
         metrics.refused(CODE)
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": _AGAIN, "reason": self._message()[:120]})
-            return
-        await _refuse(self._message(), str(scope["path"]).rstrip("/").endswith("/v1/messages"), send)
+        await _refusal(self._message(), str(scope["path"]))(scope, receive, send)
 
     def _look(self) -> None:
         self._seen = seen = used()
@@ -97,14 +93,10 @@ def _is_work(scope: Scope) -> bool:
     return scope["method"] == "POST" and path.startswith(_WORK) and not operates
 
 
-async def _refuse(message: str, anthropic: bool, send: Send) -> None:
+def _refusal(message: str, path: str) -> JSONResponse:
     """vLLM's error object, or Anthropic's."""
     error = {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}
     body: dict[str, object] = {"error": error}
-    if anthropic:
+    if path.rstrip("/").endswith("/v1/messages"):
         body = {"type": "error", "error": {"type": "overloaded_error", "message": message}}
-    text = json.dumps(body).encode()
-    headers = {b"content-type": b"application/json", b"content-length": str(len(text)).encode()}
-    headers[b"retry-after"] = str(RETRY_AFTER).encode()
-    await send({"type": "http.response.start", "status": 503, "headers": [*headers.items()]})
-    await send({"type": "http.response.body", "body": text})
+    return JSONResponse(body, 503, {"Retry-After": str(RETRY_AFTER)})

@@ -42,6 +42,14 @@ def install(codes: tuple[str, ...] = ()) -> None:
         "Share of the machine's or container's memory in use, with --memory-guard.",
         multiprocess_mode="mostrecent",
     )
+    for name, what in (
+        ("results", "Results that are kept to be fetched by a handle, and rooms for more."),
+        ("results_bytes", "Bytes that these count as, of --max-results-mib."),
+    ):
+        _families[name] = Gauge(f"saesteer_{name}", what, multiprocess_mode="mostrecent")
+    _families["changes"] = Counter(
+        "saesteer_admin_changes", "Changes of names by an admin: register, replace or delete.", ["action"]
+    )
     # Known from the start, since a rate counts from a series' first value: it would miss what made the series.
     for family, known in (("refusals", (*CODES, *codes)), ("rules", RULES)):
         for label in known:
@@ -100,6 +108,19 @@ def pools(usage: Mapping[str, Sequence[int]]) -> None:
     for site, (used, size) in usage.items() if _families else ():
         _families["slots_in_use"].labels(site).set(used)
         _families["slots"].labels(site).set(size)
+
+
+def results(number: int, size: int) -> None:
+    """Records the results that are kept, and the bytes that they count as."""
+    if _families:
+        _families["results"].set(number)
+        _families["results_bytes"].set(size)
+
+
+def changed(action: str) -> None:
+    """Counts a change of names by an admin."""
+    if _families:
+        _families["changes"].labels(action).inc()
 
 
 def memory(share: float) -> None:
