@@ -77,12 +77,12 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model with its dictionaries.")
     ],
-    dictionary: Dictionaries = None,
+    dictionaries: Dictionaries = None,
     sites: Annotated[list[str] | None, _flag("sites")] = None,
     reads: Annotated[list[str] | None, _flag("reads")] = None,
-    vector: Annotated[list[str] | None, _flag("vectors")] = None,
-    module: Annotated[list[str] | None, _flag("modules")] = None,
-    consumer: Annotated[list[str] | None, _flag("consumers")] = None,
+    vectors: Annotated[list[str] | None, _flag("vectors")] = None,
+    modules: Annotated[list[str] | None, _flag("modules")] = None,
+    consumers: Annotated[list[str] | None, _flag("consumers")] = None,
     capture: Annotated[list[str] | None, _flag("capture")] = None,
     capture_folder: Annotated[str | None, _flag("capture_folder")] = None,
     max_read_mib: Annotated[int | None, _flag("max_read_mib")] = None,
@@ -100,7 +100,7 @@ def serve(
     max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
     fail_fast: Annotated[bool | None, _flag("fail_fast")] = None,
     memory_guard: Annotated[float | None, _flag("memory_guard")] = None,
-    allow_host: Annotated[list[str] | None, _flag("allow_hosts")] = None,
+    allow_hosts: Annotated[list[str] | None, _flag("allow_hosts")] = None,
     playground: Annotated[bool | None, _flag("playground")] = None,
     neuronpedia: Annotated[bool | None, _flag("neuronpedia")] = None,
     saesteer_config: Settings = None,
@@ -118,35 +118,8 @@ def serve(
     from saesteer.commands import serve
     from saesteer.config.settings import read_settings
 
-    config = read_settings(
-        dictionary or [],
-        sites or [],
-        reads=reads or [],
-        dictionaries_of=dictionaries_of or [],
-        vectors=vector or [],
-        modules=module or [],
-        consumers=consumer or [],
-        capture=capture or [],
-        allow_hosts=allow_host or [],
-        file=saesteer_config,
-        capture_folder=capture_folder,
-        max_read_mib=max_read_mib,
-        max_edits=max_edits,
-        pool_rows=pool_rows,
-        inline_rows=inline_rows,
-        registers=registers,
-        graph_sets=graph_sets,
-        max_results_mib=max_results_mib,
-        result_seconds=result_seconds,
-        dictionary_folder=dictionary_folder,
-        default_module=default_module,
-        max_dose=max_dose,
-        max_dose_action=max_dose_action,
-        fail_fast=fail_fast,
-        memory_guard=memory_guard,
-        playground=playground,
-        neuronpedia=neuronpedia,
-    )
+    words = {name: value for name, value in context.params.items() if name in OPTIONS and value is not None}
+    config = read_settings(file=saesteer_config, **words)
     serve.serve(model, config, context.args, saesteer_admin_key or None)
 
 

@@ -4,8 +4,10 @@ Those of ``--dictionary NAME=rows:PLACE`` are opened at start, those below ``--d
 them, alone or as a layer of a set. Safe to use in threads. Knows no request, no model and no device.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -14,7 +16,7 @@ import torch
 from saesteer.config.config import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.rows import FeatureRow
-from saesteer.errors import ConfigError, LoadError
+from saesteer.errors import LoadError
 from saesteer.loaders.files import State, state_of, wrong
 from saesteer.loaders.folder import listed, sets_in
 from saesteer.loaders.rows import RowFile, changed, open_rows
@@ -55,8 +57,6 @@ class RowStore(Mapping[str, CoderInfo]):
             member(name, layer): (name, layer, path) for name, layers in found.items() for layer, path in layers.items()
         }
         self._opened: dict[str, tuple[RowFile, CoderInfo]] = {}
-        # What could not be opened: the states of its files, and why.
-        self._unfit: dict[str, tuple[object, ConfigError | LoadError]] = {}
         self._own = frozenset(named)
         # By place. A file that is opened again must be the first one: rows of that are kept here and with requests.
         self._first: dict[str, tuple[State | None, ...]] = {}
@@ -128,22 +128,13 @@ class RowStore(Mapping[str, CoderInfo]):
         return DictionarySource(str(self._listed[path]), site or None) if path in self._listed else None
 
     def _open(self, name: str, source: DictionarySource) -> tuple[RowFile, CoderInfo]:
-        states = _states(Path(source.path))
-        known, error = self._unfit.get(name, (None, None))
-        if error is not None and known == states:
-            raise type(error)(str(error))
-        try:
-            file = open_rows(source.path, site=source.reads)
-            if self._first.setdefault(source.path, file.states) != file.states:
-                raise changed(source.path)
-            called = self._members[name][2] if name in self._members else name
-            info = replace(self._place(called, source, file.info), by_rows=True)
-        except (ConfigError, LoadError) as exc:
-            with self._lock:
-                self._unfit[name] = states, exc.with_traceback(None)
-                if len(self._unfit) > OPENED:
-                    del self._unfit[next(iter(self._unfit))]
-            raise
+        file = _opened(source.path, source.reads, _states(Path(source.path)))
+        if isinstance(file, str):
+            raise LoadError(file)
+        if self._first.setdefault(source.path, file.states) != file.states:
+            raise changed(source.path)
+        called = self._members[name][2] if name in self._members else name
+        info = replace(self._place(called, source, file.info), by_rows=True)
         if name in self._members:
             self._check_member(name, info)
         with self._lock:
@@ -162,9 +153,23 @@ class RowStore(Mapping[str, CoderInfo]):
             check_alike(name, {first: self[member(name, first)], layer: info}, whole=False)
 
 
-def _states(place: Path) -> Sequence[State]:
-    """What stays the same unless somebody changes a dictionary's files, or puts one beside them."""
+@lru_cache(OPENED)
+def _opened(place: str, site: str | None, _: object) -> RowFile | str:
+    """A dictionary's file, or why it is none: any client may name it again and again.
+
+    Args:
+        place: its path.
+        site: what it reads, if its file does not say it.
+        _: its state; a file that has changed is opened anew.
+    """
     try:
-        return [state_of(one.stat()) for one in (place, *(place.iterdir() if place.is_dir() else [place.parent]))]
-    except OSError:
-        return []
+        return open_rows(place, site=site)
+    except LoadError as exc:
+        return str(exc)
+
+
+def _states(place: Path) -> object:
+    """What stays the same unless somebody changes a dictionary's files, or puts one beside them."""
+    with suppress(OSError):
+        return (*(state_of(one.stat()) for one in (place, *(place.iterdir() if place.is_dir() else [place.parent]))),)
+    return None

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saesteer.language.fields import show
+from saesteer.plugin.http.neuronpedia.keys import with_bearer
 from saesteer.plugin.http.refusals import refuse
 from saesteer.plugin.http.routes import SERVED, path_of
 from saesteer.plugin.results import metrics
@@ -51,8 +52,8 @@ def hosts_of(args: Any, allowed: Collection[str]) -> Collection[str] | None:
 def sent_key(headers: Headers, keys: Sequence[str]) -> str | None:
     """The key that a request has, if it is one of these."""
     scheme, _, given = headers.get("Authorization", "").partition(" ")
-    right = [hmac.compare_digest(given.encode(), one.encode()) for one in keys]
-    return given if scheme.lower() == "bearer" and any(right) else None
+    right = scheme.lower() == "bearer" and any(hmac.compare_digest(given.encode(), one.encode()) for one in keys)
+    return given if right else None
 
 
 def _name(host: str) -> str:
@@ -80,6 +81,7 @@ class Access:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
+        scope = with_bearer(scope)
         keys, hosts = scope["app"].state.saesteer_access
         headers, (address, *_) = Headers(scope=scope), scope.get("client") or ("a local socket",)
         key, app = sent_key(headers, keys), self.app

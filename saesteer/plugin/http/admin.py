@@ -206,7 +206,7 @@ def _add_routes(app: FastAPI, args: Any) -> None:
     if config.memory_guard is not None:
         app.add_middleware(MemoryGuard, limit=config.memory_guard)
     if config.neuronpedia:
-        add_neuronpedia(app, args)
+        add_neuronpedia(app)
     if config.playground:
         add_playground(app)
         _log.info("The playground is at %s%s%s", _listens_at(args), (args.root_path or "").rstrip("/"), PREFIX)

@@ -36,12 +36,12 @@ from contextvars import ContextVar
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import KEY
 from saesteer.engine.filer import ENDED
 from saesteer.engine.private import open_in, private
 from saesteer.language.fields import fail, show
@@ -71,18 +71,6 @@ def kept_here() -> "list[Room | Spool]":
     """Where a request notes what its answers have kept: all prompts of a body have one list, any other has its own."""
     found = _body.get()
     return [] if found is None else found
-
-
-class Limits(NamedTuple):
-    """What the results of a server may take."""
-
-    size: int  # bytes of all together
-    seconds: int  # that each is kept
-
-    @classmethod
-    def of(cls, config: SaesteerConfig) -> "Limits":
-        """Those that the operator has set."""
-        return cls(config.max_results_mib << 20, config.result_seconds)
 
 
 class Handle(str):
@@ -167,12 +155,13 @@ class Results:
     """The results of a server, in one of its API server processes; safe to use in threads.
 
     Args:
-        limits: of all together.
+        size: bytes of all together.
+        seconds: that each is kept.
         folder: where they are; default: where the server's processes meet.
     """
 
-    def __init__(self, limits: Limits, folder: Path | None = None) -> None:
-        self.limits = limits
+    def __init__(self, size: int, seconds: int, folder: Path | None = None) -> None:
+        self.size, self.seconds = size, seconds
         self.fetches = Counter[str]()  # that this process serves now, by client
         self._given = folder
 
@@ -211,11 +200,11 @@ class Results:
 
     def _share(self, others: int) -> int:
         """Bytes that the client of this context may hold while others hold so many."""
-        return (self.limits.size - others) // (2 if client.get() else 1)
+        return (self.size - others) // (2 if client.get() else 1)
 
     def _count(self, lock: int, asked: int, size: int) -> None:
         """Refuses what does not fit; only then, and at first, it looks at what is there."""
-        own, (taken, rest) = self._begin(), _noted(lock, self.limits.size)
+        own, (taken, rest) = self._begin(), _noted(lock, self.size)
         share = self._share(taken.total() - taken[own])
         looks = taken[own] + size > share and time.monotonic() >= rest
         if looks:
@@ -231,7 +220,7 @@ class Results:
                 f"asks for {asked} results that count as {size} bytes, while {taken[own]} of {share} are kept that "
             )
             message += "one client may hold beside others; delete some, or wait: a result is kept for "
-            fail(_AT, "results_full", f"{message}{self.limits.seconds} seconds ({_FLAGS})")
+            fail(_AT, "results_full", f"{message}{self.seconds} seconds ({_FLAGS})")
         taken[own] += size
         _note(lock, taken, 0.0)
 
@@ -286,7 +275,7 @@ class Results:
             with self._alone() as (folder, lock):
                 expired = self._expired(os.stat(handle, dir_fd=folder))
                 _drop(folder, handle)
-                _note(lock, _noted(lock, self.limits.size)[0], 0.0)  # whoever needs room may look at once
+                _note(lock, _noted(lock, self.size)[0], 0.0)  # whoever needs room may look at once
         except (FileNotFoundError, PermissionError):
             expired = True
         if expired:
@@ -322,10 +311,10 @@ class Results:
             self._refuse(handle)
 
     def _expired(self, about: os.stat_result) -> bool:
-        return about.st_mtime + self.limits.seconds < time.time()
+        return about.st_mtime + self.seconds < time.time()
 
     def _refuse(self, handle: str) -> Any:
-        why = f"was deleted, has expired {self.limits.seconds} seconds after its answer, or is of another server"
+        why = f"was deleted, has expired {self.seconds} seconds after its answer, or is of another server"
         fail("handle", "unknown_name", f"got {show(handle)}, expected the handle of a result: this one {why}")
 
     @contextmanager
@@ -388,7 +377,7 @@ def _drop(folder: int, name: str) -> bool:
 
 def _sweep(results: "weakref.ref[Results]") -> None:
     while (one := results()) is not None:
-        pause = max(1.0, min(60.0, one.limits.seconds / 10))
+        pause = max(1.0, min(60.0, one.seconds / 10))
         try:
             one.sweep()
         except PermissionError as error:
