@@ -27,6 +27,7 @@ from saesteer.loaders.vectors import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract, unservable
+from saesteer.plugin.http import statuses
 from saesteer.plugin.results import metrics
 from tests.loaders import across, every
 from tools import measured
@@ -73,14 +74,7 @@ CODES = {
     "wrong_host": "The server needs no key on a loopback address, and the `Host` header names another host.",
 }
 _FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "NON_FINITE", "COLLAPSED")
-STATUS = {
-    "too_large": 413,
-    "results_full": 429,
-    "no_writer": 503,
-    "consumer": 500,
-    "no_space": 507,
-    "non_finite": 422,
-    "collapsed": 422,
+STATUS = statuses.STATUS | {
     "no_room": 409,
     "no_site": 409,
     "in_use": 409,

@@ -11,7 +11,7 @@ from saesteer.errors import RegistryError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.plugin.names import versions
-from saesteer.plugin.names.changes import Given
+from saesteer.plugin.names.changes import Given, version_of
 from saesteer.plugin.names.versions import Names
 from saesteer.plugin.results import metrics
 from tests.plugin.names import SPEC, Workers, start
@@ -191,11 +191,11 @@ def test_each_change_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(metrics, "changed", counted.append)
     known, engine = start(8), Workers()
     put(known, engine, "v", 1, 0, 0)
-    first = known.catalog.vectors["v"].fingerprint[:16]
+    first = version_of(("vector", "v"), known.catalog)
     put(known, engine, "v", 0, 1, 0)
-    second = known.catalog.vectors["v"].fingerprint[:16]
+    second = version_of(("vector", "v"), known.catalog)
     asyncio.run(known.put_module(engine, "m\n", SPEC) if False else known.put_module(engine, "m", SPEC))
-    module = known.catalog.digests["m"][:16]
+    module = version_of(("module", "m"), known.catalog)
     with pytest.raises(RegistryError):
         asyncio.run(known.delete(engine, "vector", "v"))
     asyncio.run(known.delete(engine, "module", "m"))
@@ -205,4 +205,5 @@ def test_each_change_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch, capl
         f"admin: register module 'm', version {module}, before it none",
         f"admin: delete module 'm', version none, before it {module}",
     ]
-    assert counted == ["register", "replace", "register", "delete"]
+    assert counted == ["register", "replace", "register", "delete"] and len({first, second, module}) == 3
+    assert {len(one) for one in (first, second, module)} == {16}, "as the lists of the admin routes have it"

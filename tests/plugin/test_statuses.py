@@ -13,10 +13,9 @@ from fastapi.testclient import TestClient
 
 from saesteer.errors import SpecError
 from saesteer.plugin.http import statuses
-from saesteer.plugin.http.statuses import STATUS, Statuses
+from saesteer.plugin.http.statuses import Statuses
 from saesteer.plugin.results import failures
 from saesteer.plugin.results.failures import SpecRefused
-from tools.tables import STATUS as TABLE
 
 LARGE = "saesteer.return: may bring home 9 bytes, expected at most 8 [too_large]"
 BODIES: list[tuple[Any, int]] = [
@@ -93,7 +92,3 @@ def test_what_is_no_refusal_passes_as_it_comes() -> None:
     assert client(Response("x" * (1 << 17), 400)).get("/").text == "x" * (1 << 17)
     assert client(Response("no JSON [too_large]", 400)).get("/").status_code == 400
     assert client(Response(status_code=400)).get("/").content == b""
-
-
-def test_the_table_of_codes_has_these() -> None:
-    assert TABLE.items() >= STATUS.items()

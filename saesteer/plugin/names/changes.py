@@ -69,9 +69,10 @@ def of(kind: Kind, catalog: Catalog) -> Mapping[str, Any]:
 def version_of(name: Name, catalog: Catalog) -> str:
     """The beginning of a hash of what a name stands for; that of a module covers what it names."""
     kind, own = name
-    if own not in of(kind, catalog):
+    found = of(kind, catalog).get(own)
+    if found is None:
         return "none"
-    return (catalog.vectors[own].fingerprint if kind == "vector" else catalog.digests[own])[:16]
+    return str(found.fingerprint if kind == "vector" else catalog.digests[own])[:16]
 
 
 def check_gone(name: Name, catalog: Catalog) -> None:
