@@ -74,7 +74,8 @@ CODES = {
     "wrong_host": "The server needs no key on a loopback address, and the `Host` header names another host.",
 }
 _FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "NON_FINITE", "COLLAPSED")
-STATUS = statuses.STATUS | {
+STATUS = {
+    **statuses.STATUS,
     "no_room": 409,
     "no_site": 409,
     "in_use": 409,
