@@ -14,6 +14,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
+from saesteer.plugin.http import access
 from saesteer.plugin.http.routes import SERVED
 from saesteer.plugin.results import metrics
 from saesteer.plugin.results.kept import client as client_of
@@ -150,6 +151,7 @@ def test_wrong_keys_are_counted_and_logged_once_for_each_address(
     monkeypatch: pytest.MonkeyPatch, flags: list[str], counted: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Those of the admin as well, also where vLLM's own check refuses them before."""
+    access._log_once.cache_clear()
     app = app_of_vllm(monkeypatch, *flags, key="admin")
     app.state.saesteer_admin = type("Admin", (), {"key": "admin"})()
     for address in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
@@ -158,7 +160,7 @@ def test_wrong_keys_are_counted_and_logged_once_for_each_address(
             assert client.get("/v1/saesteer/vectors", headers={"Authorization": "Bearer guess"}).status_code == 401
     assert counted == ["wrong_key"] * 6
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == [f"a request from {one} had no key or a wrong one" for one in ("10.0.0.1", "10.0.0.2")]
+    assert said == [f"a request from {one!r} had no key or a wrong one" for one in ("10.0.0.1", "10.0.0.2")]
 
 
 def test_clients_are_known_by_their_key_or_else_by_their_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
 
@@ -30,7 +31,6 @@ from saesteer.plugin.results.kept import client
 MIDDLEWARE = f"{__name__}.Access"  # as --middleware names it: vLLM adds those outside of its own check
 WRONG_KEY = "wrong_key"
 _HOST = re.compile(r"(?:\[([^]]+)\]|([^:]*?)\.?)(?::\d*)?")
-_NOTED = 1024  # addresses that are logged
 
 
 def keys_of(args: Any) -> Sequence[str]:
@@ -74,7 +74,6 @@ class Access:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._noted = set[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses the request, or passes it on."""
@@ -89,7 +88,8 @@ class Access:
 
         async def watched(message: Message) -> None:
             if message.get("status") == 401:
-                self._note(address)
+                metrics.refused(WRONG_KEY)
+                _log_once(address)
             await send(message)
 
         # A request without a host comes from no browser.
@@ -102,9 +102,7 @@ class Access:
             app = JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM's
         await app(scope, receive, watched)
 
-    def _note(self, address: str) -> None:
-        """A client has sent no key or a wrong one."""
-        metrics.refused(WRONG_KEY)
-        if address not in self._noted and len(self._noted) < _NOTED:
-            self._noted.add(address)
-            logging.getLogger("vllm.saesteer").warning("a request from %s had no key or a wrong one", address)
+
+@lru_cache(1024)
+def _log_once(address: str) -> None:
+    logging.getLogger("vllm.saesteer").warning("a request from %s had no key or a wrong one", show(address))
