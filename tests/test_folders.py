@@ -15,6 +15,7 @@ from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders.folder import listed, sets_in
 from saesteer.loaders.formats import own
+from saesteer.loaders.rows import open_rows
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
 from tests.front import making
@@ -210,3 +211,43 @@ def test_a_thousand_dictionaries_are_listed_at_once(tmp_path: Path) -> None:
     assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)}))
     assert time.monotonic() - begun < 5
     assert len(assets.rows) == 1000
+
+
+def test_what_cannot_be_opened_is_not_opened_again_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the folder, a folder below it, and one that has no site here; the route lists them for any client."""
+    broken = [tmp_path / "a.safetensors", tmp_path / "b" / "params.npz"]
+    for path in broken:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"no dictionary")
+    writers.gemma_scope(tmp_path / "unsaid", writers.raw(d_in=WIDTH, d_out=WIDTH))
+    store = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)})).rows
+    opened: list[str] = []
+
+    def counted(place: Any, **more: Any) -> Any:
+        opened.append(Path(place).name)
+        return open_rows(place, **more)
+
+    monkeypatch.setattr("saesteer.config.row_store.open_rows", counted)
+
+    def listing() -> tuple[list[str], list[str]]:
+        opened.clear()
+        said = []
+        for name in sorted(store):
+            with pytest.raises((ConfigError, LoadError)) as refused:
+                store[name]
+            said.append(f"{type(refused.value).__name__}: {refused.value}")
+        return sorted(opened), said
+
+    names, said = listing()
+    assert names == ["a.safetensors", "b", "unsaid"]
+    for _ in range(2):
+        assert listing() == ([], said)
+    writers.gemma_scope(tmp_path / "b", writers.raw(d_in=WIDTH, d_out=WIDTH))
+    assert listing()[0] == ["b"]
+    (tmp_path / "a.safetensors").write_bytes(b"another")
+    assert listing()[0] == ["a.safetensors"]
+    (tmp_path / "a.json").touch()
+    assert listing()[0] == ["a.safetensors"], "a file beside it may say what it lacked"
+    assert listing()[0] == []

@@ -27,6 +27,7 @@ from saesteer.loaders.vectors import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract, unservable
+from saesteer.plugin.http import statuses
 from saesteer.plugin.results import metrics
 from tests.loaders import across, every
 from tools import measured
@@ -51,7 +52,8 @@ CODES = {
     "duplicate": "Something that may appear only once appears twice.",
     "empty_scope": "The scope holds no token of this request, or of any request.",
     "too_large": "The request may read more bytes than `--max-read-mib` allows, or keep more than `--max-results-mib`.",
-    "results_full": "The results that are kept leave no room. Delete some, or wait until they expire.",
+    "results_full": "The results that are kept leave no room for one client's. Delete some, or wait until they expire.",
+    "no_writer": "The process that writes results has ended. Start the server again; `as: inline` is served.",
     "too_many": "A limit on size or count is exceeded.",
     "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
     "not_served": "The spec is correct, but this version or server cannot do it.",
@@ -69,20 +71,17 @@ CODES = {
     "in_use": "Admin routes: a module uses the name, it is that of the default module, or one is required.",
     "admin_off": "Admin routes: the server has no admin key.",
     "wrong_key": "Admin routes: the `Authorization` header does not hold the admin key.",
+    "wrong_host": "The server needs no key on a loopback address, and the `Host` header names another host.",
 }
 _FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "NON_FINITE", "COLLAPSED")
 STATUS = {
-    "too_large": 413,
-    "results_full": 429,
-    "consumer": 500,
-    "no_space": 507,
-    "non_finite": 422,
-    "collapsed": 422,
+    **statuses.STATUS,
     "no_room": 409,
     "no_site": 409,
     "in_use": 409,
     "admin_off": 403,
     "wrong_key": 401,
+    "wrong_host": 403,
 }
 
 
@@ -389,9 +388,10 @@ def _registry_codes() -> set[str]:
 
 
 def _admin_codes() -> set[str]:
-    """The codes that the admin routes return where no error has its own."""
-    calls = [call for call in _calls("saesteer/plugin/http/admin.py", "refuse") if len(call.args) > 2]
-    return {str(call.args[2].value) for call in calls if isinstance(call.args[2], ast.Constant)}
+    """The codes with which requests are refused before a spec is read, and admin routes where no error has its own."""
+    calls = [*_calls("saesteer/plugin/http/admin.py", "refuse"), *_calls("saesteer/plugin/http/access.py", "refuse")]
+    found = {call.args[2].value for call in calls if len(call.args) > 2 and isinstance(call.args[2], ast.Constant)}
+    return {*map(str, found), _constant("saesteer/plugin/http/access.py", "WRONG_KEY")}
 
 
 if __name__ == "__main__":

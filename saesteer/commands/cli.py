@@ -2,14 +2,16 @@
 
 import os
 import sys
+from collections.abc import Mapping
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 
 from saesteer import __version__
-from saesteer.config.config import ADMIN_KEY, OPTIONS
+from saesteer.config.config import ADMIN_KEY, OPTIONS, SaesteerConfig
 from saesteer.config.retired import without_retired_flags
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, SaesteerError, printable
@@ -73,38 +75,26 @@ def demo(verbose: Verbose = False) -> None:
     run(Console(), verbose=verbose)
 
 
+def _with_settings(command: Any) -> Any:
+    """Gives a command a flag for each setting, of which None says that it was not given."""
+    kinds = get_type_hints(SaesteerConfig)
+
+    def flag(name: str) -> Parameter:
+        kind = {tuple: list[str], Mapping: list[str], Literal: str}.get(get_origin(kinds[name]), kinds[name])
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, _flag(name)])
+
+    *own, _ = signature(command).parameters.values()
+    command.__signature__ = Signature([*own, *map(flag, OPTIONS)])
+    return command
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@_with_settings
 def serve(
     context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model with its dictionaries.")
     ],
-    dictionary: Dictionaries = None,
-    sites: Annotated[list[str] | None, _flag("sites")] = None,
-    reads: Annotated[list[str] | None, _flag("reads")] = None,
-    vector: Annotated[list[str] | None, _flag("vectors")] = None,
-    module: Annotated[list[str] | None, _flag("modules")] = None,
-    consumer: Annotated[list[str] | None, _flag("consumers")] = None,
-    capture: Annotated[list[str] | None, _flag("capture")] = None,
-    capture_folder: Annotated[str | None, _flag("capture_folder")] = None,
-    max_read_mib: Annotated[int | None, _flag("max_read_mib")] = None,
-    max_edits: Annotated[int | None, _flag("max_edits")] = None,
-    pool_rows: Annotated[int | None, _flag("pool_rows")] = None,
-    inline_rows: Annotated[int | None, _flag("inline_rows")] = None,
-    max_results: Annotated[int | None, _flag("max_results")] = None,
-    max_results_mib: Annotated[int | None, _flag("max_results_mib")] = None,
-    result_seconds: Annotated[int | None, _flag("result_seconds")] = None,
-    dictionary_folder: Annotated[str | None, _flag("dictionary_folder")] = None,
-    dictionaries_of: Annotated[list[str] | None, _flag("dictionaries_of")] = None,
-    default_module: Annotated[str | None, _flag("default_module")] = None,
-    default_module_required: Annotated[bool | None, _flag("default_module_required")] = None,
-    max_dose: Annotated[float | None, _flag("max_dose")] = None,
-    max_dose_action: Annotated[str | None, _flag("max_dose_action")] = None,
-    fail_fast: Annotated[bool | None, _flag("fail_fast")] = None,
-    fail_fast_after: Annotated[int | None, _flag("fail_fast_after")] = None,
-    memory_guard: Annotated[float | None, _flag("memory_guard")] = None,
-    playground: Annotated[bool | None, _flag("playground")] = None,
-    neuronpedia: Annotated[bool | None, _flag("neuronpedia")] = None,
     saesteer_config: Settings = None,
     saesteer_admin_key: Annotated[
         str | None,
@@ -115,19 +105,14 @@ def serve(
             help="Key that the admin routes require as Authorization: Bearer KEY; without it they are off.",
         ),
     ] = None,
+    **settings: Any,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
     own: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     from saesteer.commands import serve
 
-    config = read_settings(
-        dictionary,
-        vectors=vector,
-        modules=module,
-        consumers=consumer,
-        file=saesteer_config,
-        **own,
-    )
+    words = {name: value for name, value in settings.items() if value is not None}
+    config = read_settings(file=saesteer_config, **words)
     serve.serve(model, config, without_retired_flags(context.args), saesteer_admin_key or None)
 
 

@@ -34,14 +34,13 @@ LIMITS = {
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
     "fail_fast_after": (4, 16, 4096),
-    "max_results": (0, 1024, 65536),
     "max_results_mib": (1, 1024, 1 << 20),
     "result_seconds": (1, 3600, 7 * 86400),
 }
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_SITES = 1 << 16
-_MOST_MODELS = 64
+_MOST_MODELS = _MOST_HOSTS = 64
 ROWS = "rows:"  # before a place: the dictionary stays in its file
 PIN = "@@"  # behind a place, before a revision, as in loaders/hub.py, which takes longer to import
 
@@ -100,6 +99,12 @@ def _version(value: Any, at: str) -> str:
 
 def _site(value: Any, at: str) -> str:
     expand_sites([fields.text(value, at)], 1)
+    return str(value)
+
+
+def _host(value: Any, at: str) -> str:
+    if "/" in fields.text(value, at):
+        fail(at, "out_of_range", f"got {show(value)}, expected a host name without a scheme, such as box.example")
     return str(value)
 
 
@@ -233,8 +238,9 @@ OPTIONS: dict[str, Option] = {
     "inline_rows": _limit(
         "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
     ),
-    "max_results": _limit("max_results", "--max-results", "Results that are kept to be fetched by a handle", ("LLM",)),
-    "max_results_mib": _limit("max_results_mib", "--max-results-mib", "MiB of all results that are kept", ("LLM",)),
+    "max_results_mib": _limit(
+        "max_results_mib", "--max-results-mib", "MiB of all results that are kept to be fetched by a handle", ("LLM",)
+    ),
     "result_seconds": _limit("result_seconds", "--result-seconds", "Seconds that a result is kept", ("LLM",)),
     "dictionary_folder": Option(
         "--dictionary-folder",
@@ -315,6 +321,14 @@ OPTIONS: dict[str, Option] = {
         "such as 0.9; default: never.",
         (),
     ),
+    "allow_hosts": Option(
+        "--allow-host",
+        "HOST,...",
+        fields.list_of(_host, _MOST_HOSTS),
+        "Hosts that a request may name in its Host header, beside localhost, where the server listens on a loopback "
+        "address and has no key. Repeatable.",
+        (),
+    ),
     "playground": Option(
         "--playground/--no-playground",
         None,
@@ -345,8 +359,7 @@ class SaesteerConfig:
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
     inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
-    max_results: int = LIMITS["max_results"][1]  # that are kept to be fetched by a handle
-    max_results_mib: int = LIMITS["max_results_mib"][1]  # MiB of all of them together
+    max_results_mib: int = LIMITS["max_results_mib"][1]  # MiB of all that are kept to be fetched by a handle
     result_seconds: int = LIMITS["result_seconds"][1]  # that each of them is kept
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     dictionaries_of: tuple[str, ...] = ()  # models whose dictionaries fit the served one
@@ -360,6 +373,7 @@ class SaesteerConfig:
     fail_fast: bool = False  # whether a request ends once what it computes is not sound
     fail_fast_after: int = LIMITS["fail_fast_after"][1]  # tokens of repetition after which its answer is not
     memory_guard: float | None = None  # share of the memory above which new requests are refused; None: never
+    allow_hosts: tuple[str, ...] = ()  # that requests may name where only this machine can send some, without a key
     playground: bool | None = None  # whether the page at /saesteer/ is served; None: the operator has not said
     neuronpedia: bool = False  # whether the routes of Neuronpedia's inference server are served
 

@@ -11,6 +11,7 @@ _log = logging.getLogger("vllm.saesteer")
 RETIRED = {
     "registers": "is derived from max_edits now and ignored",
     "graph_sets": "is always 4 now and ignored",
+    "max_results": "is ignored: max_results_mib bounds results, of which each counts as at least 64 KiB",
 }
 
 

@@ -5,8 +5,10 @@ them, alone or as a layer of a set. Safe to use in threads. Knows no request, no
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -16,9 +18,9 @@ from saesteer.config.config import DictionarySource
 from saesteer.config.origins import refuse_others
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.rows import FeatureRow
-from saesteer.errors import ConfigError
+from saesteer.errors import ConfigError, LoadError
 from saesteer.language.sites import canonical
-from saesteer.loaders.files import State, wrong
+from saesteer.loaders.files import State, state_of, wrong
 from saesteer.loaders.folder import listed, sets_in
 from saesteer.loaders.rows import RowFile, changed, open_rows
 from saesteer.loaders.sets import check_alike
@@ -146,7 +148,9 @@ class RowStore(Mapping[str, CoderInfo]):
         return DictionarySource(str(self._listed[path]), site) if site and path in self._listed else None
 
     def _open(self, name: str, source: DictionarySource) -> tuple[RowFile, CoderInfo]:
-        file = open_rows(source.path, site=source.reads)
+        file = _opened(source.path, source.reads, _states(Path(source.path)))
+        if isinstance(file, str):
+            raise LoadError(file)
         if self._first.setdefault(source.path, file.states) != file.states:
             raise changed(source.path)
         called = self._members[name][2] if name in self._members else name
@@ -171,3 +175,25 @@ class RowStore(Mapping[str, CoderInfo]):
         first = self.sets[name][0]
         if layer != first:
             check_alike(name, {first: self[member(name, first)], layer: info}, whole=False)
+
+
+@lru_cache(OPENED)
+def _opened(place: str, site: str | None, _: object) -> RowFile | str:
+    """A dictionary's file, or why it is none: any client may name it again and again.
+
+    Args:
+        place: its path.
+        site: what it reads, if its file does not say it.
+        _: its state; a file that has changed is opened anew.
+    """
+    try:
+        return open_rows(place, site=site)
+    except LoadError as exc:
+        return str(exc)
+
+
+def _states(place: Path) -> object:
+    """What stays the same unless somebody changes a dictionary's files, or puts one beside them."""
+    with suppress(OSError):
+        return (*(state_of(one.stat()) for one in (place, *(place.iterdir() if place.is_dir() else [place.parent]))),)
+    return None

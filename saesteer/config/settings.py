@@ -47,10 +47,10 @@ def read_settings(
     Args:
         dictionaries: each ``NAME=PLACE[@@REVISION][@SITE]``; ``np:MODEL/SOURCE...`` is its own name.
         sites: names; each argument holds one, or several separated by commas.
-        file: a YAML file; the other arguments override it, except that lists of sites and models add up.
-        **given: other options of ``saesteer.config`` by name; None: not given. ``reads``, ``capture`` and
-            ``dictionaries_of`` are as ``sites``; ``vectors`` and ``modules`` each ``NAME=FILE``; ``consumers`` each
-            ``NAME``, or ``NAME=`` and its options as a JSON object.
+        file: a YAML file; the other arguments override it, except that lists of sites, models and hosts add up.
+        **given: other options of ``saesteer.config`` by name; None: not given. ``reads``, ``capture``,
+            ``dictionaries_of`` and ``allow_hosts`` are as ``sites``; ``vectors`` and ``modules`` each ``NAME=FILE``;
+            ``consumers`` each ``NAME``, or ``NAME=`` and its options as a JSON object.
 
     Raises:
         ConfigError: an argument or the file does not have that form.
@@ -58,7 +58,7 @@ def read_settings(
     told = SaesteerConfig() if file is None else _read(Path(file))
     given |= {"dictionaries": dictionaries, "sites": sites}
     words = {name: value for name, value in given.items() if value is not None}
-    for name in ("sites", "reads", "capture", "dictionaries_of"):
+    for name in ("sites", "reads", "capture", "dictionaries_of", "allow_hosts"):
         more = [one for word in words.get(name, ()) for one in word.split(",") if one]
         words[name] = [*getattr(told, name), *more]
     for name, example in (

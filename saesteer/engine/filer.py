@@ -13,7 +13,8 @@ and hears
     ("free", lo, hi)                           all rows of these bytes are
     ("failed", path, why)                      rows could not be written there
 
-A file that lacks rows is marked by its mode, which needs no room on a disk that is full.
+A file that lacks rows is marked by its mode, which needs no room on a disk that is full. If this process dies, the
+worker marks the files of each request that ends, and says beside them that it has.
 """
 
 import os
@@ -33,9 +34,10 @@ from time import monotonic
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from saesteer.engine.private import private
+from saesteer.engine.private import open_in, private
 
 LACKING = 0o400  # mode of a file that lacks rows
+ENDED = "ended"  # a file beside them: there will be no more rows
 THREADS = 4  # one copies 11 MB into the system's memory in 5 ms, which is a step of a 4B
 PAUSE = 0.25  # seconds that rows wait for those of later steps, so that one call writes several
 HELD = 8  # bytes at the memory's beginning: how many copies have landed
@@ -126,15 +128,22 @@ class _File:
             return
         except OSError:
             self._failed = True
-            _mark(self.path)
+            mark(self.path)
             raise
 
 
-def _mark(path: str) -> None:
-    """As a file that lacks rows. On some file systems a mode does not last, and the file is deleted."""
+def mark(path: str, *, ended: bool = False) -> None:
+    """As a file that lacks rows. On some file systems a mode does not last, and the file is deleted.
+
+    Args:
+        path: of the file.
+        ended: whether nobody writes files any more.
+    """
     folder, name = os.path.split(path)
     try:
         with private(folder) as inside:
+            if ended:
+                open_in(inside, ENDED, "w").close()
             os.chmod(name, LACKING, dir_fd=inside)
             if S_IMODE(os.stat(name, dir_fd=inside).st_mode) == LACKING:
                 return

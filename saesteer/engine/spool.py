@@ -25,7 +25,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.engine.filer import Span, Step
+from saesteer.engine.filer import Span, Step, mark
 from saesteer.engine.shared import Shared
 from saesteer.engine.sinks import Sink
 
@@ -56,10 +56,15 @@ class Filing(NamedTuple):
             yield lo, hi, Filing([self.sinks[one] for one in here.tolist()], *(one[here] for one in numbers))
 
 
+class Ended(RuntimeError):
+    """What writes the rows that requests read has ended."""
+
+
 class Asked:
     """A wish that all rows be written which some files have got so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: Collection[Sink]) -> None:
+        self.sinks = sinks
         self.told: list[list[Span]] | None = None  # by file, the positions of its new rows; None: not written yet
 
 
@@ -109,7 +114,7 @@ class Writer:
             nbytes: of the part, not more than the memory has.
 
         Raises:
-            RuntimeError: the process has ended.
+            Ended: the process has ended.
         """
         shared, hurried = self.shared, False
         while True:
@@ -133,7 +138,7 @@ class Writer:
             steps: where the rows of each go, their first byte in the memory, and the one behind them.
 
         Raises:
-            RuntimeError: the process has ended.
+            Ended: the process has ended.
         """
         sent: list[Step] = []
         new: dict[int, tuple[str, int]] = {}
@@ -159,13 +164,9 @@ class Writer:
         return found
 
     def ask(self, sinks: Collection[Sink]) -> Asked:
-        """Have all written that some files have got.
-
-        Raises:
-            RuntimeError: the process has ended.
-        """
-        asked = Asked()
-        with self._lock:
+        """Have all written that some files have got. If the process has ended, ``wait`` marks them."""
+        asked = Asked(sinks)
+        with self._lock, suppress(Ended):
             number = next(self._numbers)
             self._asked[number] = asked
             self._send("ask", number, [sink.number for sink in sinks])
@@ -178,22 +179,22 @@ class Writer:
         return asked.told is not None or self._broken is not None
 
     def wait(self, asked: Asked) -> list[list[Span]]:
-        """Wait until what has been asked for is written.
+        """Wait until what has been asked for is written, or mark the files if it never will be.
 
         Returns:
             For each file the positions of rows that have come since this was last asked.
-
-        Raises:
-            RuntimeError: the process has ended.
         """
-        while asked.told is None:
-            self._hear()
-            if asked.told is None:
-                self._connection.poll(_LOOK_S)
+        while not self.done(asked):
+            self._connection.poll(_LOOK_S)
+        if asked.told is None:
+            for sink in asked.sinks:
+                mark(sink.path, ended=True)
+            asked.told = [[] for _ in asked.sinks]
         return asked.told
 
     def fail(self, exc: BaseException) -> None:
-        """A thread that has a part in writing has ended for this; who puts or waits from now on is told."""
+        """A thread that has a part in writing has ended for this, or the process: no more rows are written."""
+        logger.error("what writes the rows of handles has ended; start the server again to have them: %r", exc)
         self._broken = exc
 
     def _send(self, *message: Any) -> None:
@@ -203,12 +204,12 @@ class Writer:
                 self._connection.send(message)
             except OSError as exc:
                 self.fail(exc)
-                self._check()
+                self.check()
 
     def _hear(self) -> None:
         self.shared  # noqa: B018  # begins the process
         self._listen()
-        self._check()
+        self.check()
 
     def _listen(self) -> None:
         """Take what the process has said meanwhile."""
@@ -228,9 +229,10 @@ class Writer:
         else:
             logger.error("rows could not be written to %s (%s)", *given)
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises Ended if the process has ended."""
         if self._broken is not None:
-            raise RuntimeError("what writes the rows that requests read has ended") from self._broken
+            raise Ended("what writes the rows that requests read has ended") from self._broken
 
 
 def begin(connection: int, memory: int) -> Any:
@@ -290,10 +292,7 @@ class Owed:
 
         Returns:
             The numbers of readouts, each with the positions of rows that have come since this was last asked. They may
-            be of later steps, too, and come once more.
-
-        Raises:
-            RuntimeError: what writes has ended.
+            be of later steps, too, and come once more. If what writes has ended, the files are marked.
         """
         told = self._writer.wait(self._asked)
         return [[number, spans] for number, spans in zip(self._numbers, told, strict=True) if spans]

@@ -6,7 +6,7 @@ what its files still lack comes home at once. Knows tensors and files, and nobod
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saesteer.engine.filer import PAUSE
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import MOST, Filing, Owed, Writer
+from saesteer.engine.spool import MOST, Ended, Filing, Owed, Writer
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -61,6 +61,7 @@ class Staging:
             RuntimeError: it does not begin.
         """
         self.writer.wait(self.writer.ask([]))
+        self.writer.check()
 
     @property
     def ticket(self) -> int:
@@ -75,9 +76,6 @@ class Staging:
             filing: where they go.
             source: [n, d].
             index: of the rows, on the device.
-
-        Raises:
-            RuntimeError: what writes has ended.
         """
         width = source.shape[1]
         row = width * source.itemsize
@@ -111,9 +109,6 @@ class Staging:
 
         Args:
             ticket: of the rows that are needed there.
-
-        Raises:
-            RuntimeError: what writes has ended.
         """
         with self._lock:
             if self._turns < ticket:
@@ -133,7 +128,7 @@ class Staging:
     def _copy(self, rows: Tensor, steps: Sequence[tuple[Filing, int, int]]) -> Any:
         """Start it, and hand what comes to the writer; the event behind it."""
         event = None
-        with self._on_side:
+        with self._on_side, suppress(Ended):  # then the rows are lost, and the files of whoever waits for them marked
             if self._side is not None:
                 self._side.wait_event(self._taken)
                 rows.record_stream(self._side)
@@ -228,11 +223,7 @@ class Filed:
         self._sinks, self._staging, self._ticket = sinks, staging, staging.ticket
 
     def ask(self, ending: Collection[str]) -> dict[str, Owed]:
-        """Have all rows up to this step of these requests written, as far as they have files.
-
-        Raises:
-            RuntimeError: what writes has ended.
-        """
+        """Have all rows up to this step of these requests written, as far as they have files."""
         return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
 
     def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
@@ -245,9 +236,6 @@ class Filed:
 
         Whoever does this does it for each step. The next ones are brought home at once, or they would come home behind
         a step that has been launched since.
-
-        Raises:
-            RuntimeError: what writes has ended.
         """
         self._staging.at_once = True
         self._staging.bring_home(self._ticket)

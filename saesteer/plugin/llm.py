@@ -33,8 +33,7 @@ class LLM(vllm.LLM):
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
         inline_rows: inline vectors, and features of dictionaries by rows, that one request may bring for each site.
-        max_results: results that are kept to be fetched by a handle; a handle's ``numbers()`` fetches them.
-        max_results_mib: MiB that all of them take.
+        max_results_mib: MiB of all results that are kept to be fetched by a handle, whose ``numbers()`` fetches them.
         result_seconds: seconds that each of them is kept.
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
@@ -69,7 +68,6 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
-        max_results: int = 1024,
         max_results_mib: int = 1024,
         result_seconds: int = 3600,
         dictionary_folder: str | None = None,

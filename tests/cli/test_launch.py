@@ -69,7 +69,6 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "modules": {},
             "pool_rows": 64,
             "inline_rows": 1,
-            "max_results": 1024,
             "max_results_mib": 1024,
             "result_seconds": 3600,
             "dictionary_folder": None,
@@ -83,6 +82,7 @@ def test_serve_becomes_vllm(model: str, become: dict[str, Any]) -> None:
             "fail_fast": False,
             "fail_fast_after": 16,
             "memory_guard": None,
+            "allow_hosts": [],
             "playground": None,
             "neuronpedia": False,
         }
@@ -109,9 +109,18 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     ]
     words += ["--dictionary-folder", str(DEMO_SAE.parent), "--consumer", "logging", "--capture", "z.1,resid_pre.all"]
     words += ["--consumer", f'filesystem={{"folder": "{tmp_path}/asked"}}', "--capture-folder", f"{tmp_path}/captured"]
-    words += ["--max-results", "9", "--max-results-mib", "8", "--result-seconds", "7"]
-    words += ["--playground", "--neuronpedia", "--fail-fast", "--fail-fast-after", "64", "--memory-guard"]
-    words += ["0.9"]
+    words += ["--max-results-mib", "8", "--result-seconds", "7"]
+    words += [
+        "--playground",
+        "--neuronpedia",
+        "--fail-fast",
+        "--fail-fast-after",
+        "64",
+        "--memory-guard",
+        "0.9",
+        "--allow-host",
+        "box.example,box.lan",
+    ]
     with pytest.raises(Became):
         CliRunner().invoke(app, ["serve", model, *words], catch_exceptions=False)
     assert become["words"][4:8] == [model, "--port", "1", "--seed=7"]
@@ -132,7 +141,6 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "max_edits": 16,
         "pool_rows": 9,
         "inline_rows": 2,
-        "max_results": 9,
         "max_results_mib": 8,
         "result_seconds": 7,
         "dictionary_folder": str(DEMO_SAE.parent),
@@ -146,6 +154,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "fail_fast": True,
         "fail_fast_after": 64,
         "memory_guard": 0.9,
+        "allow_hosts": ["box.example", "box.lan"],
         "playground": True,
         "neuronpedia": True,
     }

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from saesteer.plugin.results import counts
-from saesteer.plugin.results.kept import Limits, Results, Room
+from saesteer.plugin.results.kept import LEAST, Results, Room
 from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.blobs import blob
 
@@ -16,10 +16,10 @@ ENTRY = {**ABOUT, "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
 DATA = np.arange(6, dtype="<f4").tobytes()
 
 
-def results(folder: Path, number: int = 4, size: int = 1000, seconds: int = 60) -> Results:
-    """Results in a folder that is made here."""
+def results(folder: Path, number: int = 4, size: int = 0, seconds: int = 60) -> Results:
+    """Results in a folder that is made here: of these bytes, or so many small ones."""
     folder.mkdir(exist_ok=True)
-    return Results(Limits(number, size, seconds), folder)
+    return Results(size or number * LEAST, seconds, folder)
 
 
 def files(found: Results) -> list[str]:

@@ -23,9 +23,9 @@ WIDTH, STEP = 3, 16
 SITES = ("a", "b", "c")
 
 
-def roomy(folder: Path, number: int = 100, size: int = 1 << 20) -> Results:
+def roomy(folder: Path, number: int = 100) -> Results:
     """Results with room for all that is written here, unless said otherwise."""
-    return results(folder, number, size)
+    return results(folder, number)
 
 
 def spool_of(found: Results, scope: Sequence[Window] = ((0, END),), rows: int = 30, sites: int = 3) -> Spool:

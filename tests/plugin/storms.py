@@ -182,7 +182,7 @@ class Storm:
         self.consumers = Consumers({"judge": Runner("judge", Judge({}))}, runners)
         self.catalog = engines[0].catalog
         self.door = Door("server", servers.config, None, settings, self.consumers, self.sites)
-        self.door.results = kept.Results(kept.Limits.of(servers.config), folder)
+        self.door.results = kept.Results(1 << 30, 3600, folder)
         self.asked: dict[str, Asked] = {}
         self.workers = [Worker(engine, v2=mode.v2, asked=self.asked, draw=self.draw) for engine in engines]
         self.sent = self.draw.random() < 0.5  # whether messages are packed, as between processes

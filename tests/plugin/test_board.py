@@ -4,10 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +21,7 @@ from saesteer.errors import RegistryError, UnsupportedError
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names import board
-from saesteer.plugin.names.board import Board
+from saesteer.plugin.names.board import Board, announce
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 from tests.plugin.names import SPEC, Workers, start
@@ -273,3 +275,46 @@ def test_what_is_refused_where_there_is_a_key(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(board.ENV, f"{os.getpid()}-word")  # as this process might announce it, not a parent of its own
     with pytest.raises(UnsupportedError, match="api-server-count 1"):
         frontend._board(_Parallel(servers=2))
+
+
+KILLED = """
+from saesteer.plugin.names.board import announce, meeting_place
+
+announce()
+(meeting_place() / "results").mkdir()
+print(meeting_place(), flush=True)
+input()
+"""
+
+
+def test_what_a_killed_server_left_goes_at_the_next_start_and_a_living_ones_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its lock, since one in another container may be no process here."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", KILLED]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(board.ENV, "")
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment))
+            for _ in range(2)
+        ]
+        killed, living = (Path(cast(Any, one.stdout).readline().strip()) for one in servers)
+        servers[0].kill()
+        servers[0].wait()
+        others = [tmp_path / name for name in ("saesteer-1-word", f"saesteer-{killed.name[9:-1]}", "saesteer-bench")]
+        for other in others:
+            other.mkdir(mode=0o700)
+        with monkeypatch.context() as patch:
+            patch.setattr(board, "lives", lambda _: False)  # as in another container
+            announce()
+        assert not killed.exists() and (living / "results").exists()
+        assert all(other.exists() for other in others), "nobody knows what these are"
+        servers[1].kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "lives", lambda _: True)
+        announce()
+        assert living.exists(), "a server of an older version has no lock"
+    announce()
+    assert not living.exists()

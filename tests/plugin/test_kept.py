@@ -35,7 +35,7 @@ from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.results import consuming, counts, failures
-from saesteer.plugin.results.kept import Handle, Results, Room
+from saesteer.plugin.results.kept import LEAST, Handle, Results, Room
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.blobs import blob, readout
 from tests.plugin.results import DATA, ENTRY, files, fill_the_disk, kept, layout, results, state
@@ -163,20 +163,21 @@ def test_nobody_needs_to_ask_for_what_expires_to_go(
 def test_more_than_fits_is_refused_with_the_numbers_and_nothing_is_dropped(tmp_path: Path) -> None:
     one, two = results(tmp_path), results(tmp_path)  # of two API servers
     handle = kept(one)
-    size = (one.folder / handle).stat().st_size
-    with pytest.raises(SpecError, match="asks for 5 results of 5 bytes together, expected at most 4 of 1000") as caught:
+    with pytest.raises(
+        SpecError, match=f"asks for 5 results that count as {5 * LEAST} bytes, .* most {4 * LEAST}"
+    ) as caught:
         one.promise([1] * 5)
     assert code(caught) == ("saesteer.return.activations", "too_large")
-    rooms = two.promise([500])
-    message = rf"1 results of 500 bytes together, while 2 of 4 with {size + 500} of 1000 bytes .* for 60 seconds"
-    with pytest.raises(SpecError, match=message) as caught:
-        one.promise([500])
+    with pytest.raises(SpecError, match=f"asks for 1 results that count as {4 * LEAST + 4097} bytes"):
+        one.promise([4 * LEAST + 1])
+    rooms = two.promise([2 * LEAST - 4096])
+    message = f"asks for 2 results that count as {2 * LEAST} bytes, while {3 * LEAST} of {4 * LEAST} .* for 60 seconds"
+    with pytest.raises(SpecError, match=rf"{message} \(--max-results-mib, --result-seconds\)") as caught:
+        one.promise([1, 1])
     assert code(caught) == ("saesteer.return.activations", "results_full")
-    with pytest.raises(SpecError, match=r"--max-results, --max-results-mib"):
-        one.promise([1, 1, 1])
     rooms.clear()
     time.sleep(0.1)  # who was refused has counted what is kept, and nobody does so again at once
-    assert one.promise([500])
+    assert one.promise([1, 1])
     two.open(handle).close()
 
 
@@ -264,7 +265,7 @@ def report(found: Results, choices: int, reads: int = 1) -> counts.Report:
 
 
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
-    found = results(tmp_path, number=4, size=10_000)
+    found = results(tmp_path, number=4)
     config = SaesteerConfig.from_json({"max_read_mib": 1})
     door = Door(
         "", config, None, SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float16, max_model_len=1 << 21))
@@ -280,7 +281,7 @@ def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
 
     request = asking(n=3)
     door.admit(spec, catalog, request)
-    assert found.sweep() == [8 * 2 * (5 + 4 - 1)] * 3, "of what is inline, no room is taken"
+    assert [size for _, size in found.sweep()] == [LEAST] * 3, "of what is inline, no room is taken"
     with pytest.raises(SpecError) as caught:
         door.admit(spec, catalog, asking(n=2))
     assert code(caught) == ("saesteer.return.activations", "results_full")

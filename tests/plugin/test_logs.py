@@ -213,3 +213,16 @@ def test_the_id_that_a_client_gives_begins_no_line_and_is_cut(caplog: pytest.Log
         Steering.fail(rank, name, ValueError("no"))
         assert len(caplog.messages) == 4
         assert all(line.isprintable() and len(line) < 300 for line in caplog.messages), caplog.messages
+
+
+def test_the_log_of_accesses_has_no_whole_handle(caplog: pytest.LogCaptureFixture) -> None:
+    """As uvicorn writes it; whoever has a handle may fetch the result."""
+    logs.filter_streams()
+    handle = "0123456789abcdef" * 2
+    with caplog.at_level("INFO", "uvicorn.access"):
+        for path in (f"/v1/saesteer/results/{handle}", f"/llm/v1/saesteer/results/{handle}?x=1", f"/other/{handle}"):
+            logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "10.0.0.1:5", "GET", path, "1.1", 200)
+        logging.getLogger("uvicorn.access").info("started")
+    paths = [line.split()[3] for line in caplog.messages[:3]]
+    begin = "v1/saesteer/results/01234567..."
+    assert paths == [f"/{begin}", f"/llm/{begin}?x=1", f"/other/{handle}"]

@@ -11,8 +11,9 @@ from saesteer.errors import RegistryError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.plugin.names import versions
-from saesteer.plugin.names.changes import Given
+from saesteer.plugin.names.changes import Given, version_of
 from saesteer.plugin.names.versions import Names
+from saesteer.plugin.results import metrics
 from tests.plugin.names import SPEC, Workers, start
 
 
@@ -191,3 +192,39 @@ def test_modules_are_registered_in_one_another_up_to_a_bound() -> None:
     asyncio.run(known.put_module(engine, "apart", SPEC))
     with pytest.raises(RegistryError, match=r"module 'm\d+' uses module 'm0', and could not use this one"):
         asyncio.run(known.put_module(engine, "m0", from_json({"edits": [{"op": "use", "module": "apart"}]})))
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/../b", "./a", "a/.", "../.."])
+def test_names_that_clients_take_out_of_a_path_are_refused(name: str) -> None:
+    """Such a vector could not be deleted: its address would be another one's."""
+    known, engine = start(), Workers()
+    for change in (known.put_vector(engine, name, Given((1, 0, 0))), known.put_module(engine, name, SPEC)):
+        with pytest.raises(SpecError, match="without the parts") as refused:
+            asyncio.run(change)
+        assert (refused.value.field, refused.value.code) == ("name", "out_of_range")
+    for fine in ("...", "a..b", ".a", "a/b.", "..a/b"):
+        put(known, engine, fine, 1, 0, 0)
+
+
+def test_each_change_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm.saesteer")
+    counted: list[str] = []
+    monkeypatch.setattr(metrics, "changed", counted.append)
+    known, engine = start(8), Workers()
+    put(known, engine, "v", 1, 0, 0)
+    first = version_of(("vector", "v"), known.catalog)
+    put(known, engine, "v", 0, 1, 0)
+    second = version_of(("vector", "v"), known.catalog)
+    asyncio.run(known.put_module(engine, "m\n", SPEC) if False else known.put_module(engine, "m", SPEC))
+    module = version_of(("module", "m"), known.catalog)
+    with pytest.raises(RegistryError):
+        asyncio.run(known.delete(engine, "vector", "v"))
+    asyncio.run(known.delete(engine, "module", "m"))
+    assert [record.message for record in caplog.records if record.message.startswith("admin: ")] == [
+        f"admin: register vector 'v', version {first}, before it none",
+        f"admin: replace vector 'v', version {second}, before it {first}",
+        f"admin: register module 'm', version {module}, before it none",
+        f"admin: delete module 'm', version none, before it {module}",
+    ]
+    assert counted == ["register", "replace", "register", "delete"] and len({first, second, module}) == 3
+    assert {len(one) for one in (first, second, module)} == {16}, "as the lists of the admin routes have it"

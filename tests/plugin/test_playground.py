@@ -5,6 +5,7 @@ import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -55,7 +56,36 @@ def test_every_file_is_served_without_a_key_and_nothing_else(client: Any) -> Non
         assert client.post(PREFIX + name, json={}).status_code == 405
     kept = {path.relative_to(FOLDER).as_posix() for path in STORED} - {"vendor/lit-html/LICENSE"}
     assert {file for file, _ in FILES.values()} == kept, "what is not listed is not served"
-    assert client.get(PREFIX.rstrip("/")).headers["Location"].endswith(PREFIX)
+
+
+@pytest.mark.parametrize("path", ["/saesteer", "/llm/saesteer"])
+def test_without_its_last_slash_the_page_is_found_behind_a_prefix_too(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Which a proxy may strip that the server knows nothing of, so the address is relative."""
+    root = path.removesuffix("/saesteer")
+    app = app_of_vllm(monkeypatch, "--root-path", root, additional={"saesteer": {"playground": True}})
+    found = TestClient(app, follow_redirects=False).get(path)
+    assert (found.status_code, found.headers["Location"]) == (307, "saesteer/")
+    assert TestClient(app).get(urljoin(path, found.headers["Location"])).text.startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "address"),
+    [
+        ([], "http://localhost:8000/saesteer/"),
+        (["--host", "::1", "--port", "7"], "http://[::1]:7/saesteer/"),
+        (["--host", "127.0.0.1", "--root-path", "/llm/"], "http://127.0.0.1:8000/llm/saesteer/"),
+        (["--ssl-certfile", "x"], "https://localhost:8000/saesteer/"),
+        (["--uds", "/run/vllm"], "unix:/run/vllm:/saesteer/"),
+    ],
+)
+def test_the_log_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: list[str], address: str
+) -> None:
+    caplog.set_level("INFO", "vllm.saesteer")
+    app_of_vllm(monkeypatch, *flags, additional={"saesteer": {"playground": True}})
+    assert f"The playground is at {address}" in [record.message for record in caplog.records]
 
 
 @pytest.mark.parametrize(

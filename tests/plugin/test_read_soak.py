@@ -64,7 +64,7 @@ def server(model_dir: str, dictionaries: Dictionaries, place: Path) -> Iterator[
     flags = [model_dir, "--saesteer-config", str(settings), "--max-model-len", "1024", "--max-num-seqs", "16"]
     flags += ["--served-model-name", "base", "--kv-cache-memory-bytes", str(400 << 20), "--dtype", "float32"]
     flags += ["--consumer", f"filesystem={json.dumps({'folder': str(place / 'asked')})}", "--consumer", "judge"]
-    flags += ["--result-seconds", str(SECONDS), "--max-results", "4096", "--pool-rows", "8", "--block-size", "32"]
+    flags += ["--result-seconds", str(SECONDS), "--pool-rows", "8", "--block-size", "32"]
     flags += ["--saesteer-admin-key", ADMIN_KEY, "--worker-extension-cls", "tests.plugin.held.Held"]
     environment = {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # as in soaking.py

@@ -11,8 +11,11 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.testclient import TestClient
 
-from saesteer.plugin.http.statuses import STATUS, Statuses
-from tools.tables import STATUS as TABLE
+from saesteer.errors import SpecError
+from saesteer.plugin.http import statuses
+from saesteer.plugin.http.statuses import Statuses
+from saesteer.plugin.results import failures
+from saesteer.plugin.results.failures import SpecRefused
 
 LARGE = "saesteer.return: may read 9 bytes, expected at most 8 [too_large]"
 BODIES: list[tuple[Any, int]] = [
@@ -38,6 +41,24 @@ def test_a_fault_of_the_server_is_not_said_to_be_the_clients(message: str, statu
     assert found.json()["error"] == {**wrong, "type": "InternalServerError", "code": status}
     found = client(JSONResponse({"error": {"type": "invalid_request_error", "message": message}}, 400)).get("/")
     assert found.status_code == status and found.json()["error"] == {"type": "api_error", "message": message}
+
+
+@pytest.fixture(autouse=True)
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if saesteer had refused with these."""
+    monkeypatch.setattr(statuses, "refusals", [LARGE, FULL, ILL])
+
+
+@pytest.mark.parametrize("message", ["Unknown role: [consumer]", "[no_space]", f"Unknown role: {LARGE}"])
+def test_words_of_a_client_are_no_code(message: str) -> None:
+    body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
+    found = client(JSONResponse(body, 400)).get("/")
+    assert (found.status_code, found.json()) == (400, body)
+
+
+def test_refusals_are_remembered_by_what_they_say() -> None:
+    error = SpecRefused(SpecError("no", field="saesteer.return", code="too_large"))
+    assert str(error) in failures.refusals and "saesteer.return: no [too_large]" in failures.refusals
 
 
 def client(answer: Response) -> TestClient:
@@ -71,7 +92,3 @@ def test_what_is_no_refusal_passes_as_it_comes() -> None:
     assert client(Response("x" * (1 << 17), 400)).get("/").text == "x" * (1 << 17)
     assert client(Response("no JSON [too_large]", 400)).get("/").status_code == 400
     assert client(Response(status_code=400)).get("/").content == b""
-
-
-def test_the_table_of_codes_has_these() -> None:
-    assert TABLE.items() >= STATUS.items()

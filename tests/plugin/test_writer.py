@@ -25,6 +25,7 @@ from saesteer.engine import filer, staging
 from saesteer.engine.filer import put
 from saesteer.engine.sinks import Sinks, address
 from saesteer.engine.spool import Asked, Filing, Writer
+from saesteer.errors import SpecError
 from saesteer.planning.plan import END
 from tests.plugin.filers import ONES, PUT, Device, filing, in_this_process, path_of, sinks_in, soon
 from tests.plugin.spooling import Steps, check, filed, roomy, sinks_of, spool_of, told
@@ -85,7 +86,7 @@ def test_a_step_waits_while_too_much_is_to_be_written(tmp_path: Path, monkeypatc
     check(found, fields["activations"], range(16))
 
 
-def test_what_has_ended_is_told_and_not_waited_for(
+def test_what_has_ended_is_not_waited_for_and_no_answer_has_its_rows(
     here: list[filer.Filer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -93,12 +94,18 @@ def test_what_has_ended_is_told_and_not_waited_for(
 
     monkeypatch.setattr(PUT, broken)
     steps = Steps([(0, END)])
-    made = spool_of(roomy(tmp_path))
-    brought = steps.run(sinks_of(made), 0, 5)
-    assert brought is not None and here
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="what writes the rows that requests read has ended"):
-            filed(brought, "r")
+    found = roomy(tmp_path)
+    made, later = spool_of(found), spool_of(found)
+    for spool in (made, later):
+        brought = steps.run(sinks_of(spool), 0, 5)
+        assert brought is not None and here
+        assert not filed(brought, "r")
+        rows, _ = told(spool)
+        with pytest.raises(OSError, match="some of its rows could not be written"):
+            rows.tell(5, 1, final=True)
+    with pytest.raises(SpecError, match="what writes results has ended, so this server keeps none") as caught:
+        found.promise([1])
+    assert caught.value.code == "no_writer"
 
 
 FILES, ROWS = 3, 8  # of a row of two bytes each
@@ -196,7 +203,7 @@ def test_files_have_what_steps_brought_last_whoever_writes_it(
         [found] = begun
         assert not early and not any((found._waiting, found._wanted, found._ready, found._busy))
         assert not any(one.asks for one in found._files.values())
-        soon(lambda: writer.done(Asked()) or writer.shared._free == [(512, 512 + most)])
+        soon(lambda: writer.done(Asked([])) or writer.shared._free == [(512, 512 + most)])
         assert writer.shared._free == [(512, 512 + most)], "all of the memory has come back"
 
 

@@ -38,7 +38,7 @@ from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, border_of
 from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.counts import Report
-from saesteer.plugin.results.kept import Limits, Results, Room, kept_here
+from saesteer.plugin.results.kept import Results, Room, kept_here
 from saesteer.plugin.results.rules import RULES, sent
 from saesteer.plugin.results.spools import Layout, Spool
 
@@ -94,7 +94,8 @@ class Door:
         self.fetching = fetching
         self.consumers = consumers or Consumers({})
         self._capture = capture
-        self.results = Results(Limits.of(config or SaesteerConfig()))
+        usual = config or SaesteerConfig()
+        self.results = Results(usual.max_results_mib << 20, usual.result_seconds)
         self._server = server
         self._vllm_config = vllm_config
         self._model = model = None if vllm_config is None else vllm_config.model_config

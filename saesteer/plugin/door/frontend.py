@@ -37,7 +37,7 @@ from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, refuse_steering, without_ours
 from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.rows import Fetching
-from saesteer.plugin.http import bodies, memory, routes, streams
+from saesteer.plugin.http import access, bodies, memory, routes, streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
@@ -301,7 +301,7 @@ async def _shaking_hands_async(original: Original, self: Any) -> Any:
     assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
     if assets is not None:
         contract.install("http")  # whoever calls this answers over HTTP
-        metrics.install((*WORDS, consuming.FAILED, memory.CODE))
+        metrics.install((*WORDS, consuming.FAILED, memory.CODE, access.WRONG_KEY))
         logs.filter_streams()
         metrics.pools(self.input_processor.saesteer_names.usage())
         try:

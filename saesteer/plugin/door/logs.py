@@ -20,6 +20,7 @@ from saesteer.plugin.results.failures import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 _KNOWN = OPS.keys() | RULES.keys()
+_HANDLE = re.compile(r"(?<=/results/[0-9a-f]{8})[0-9a-f]{24}")
 _OF_STREAMS = (
     "vllm.entrypoints.openai.chat_completion.serving",
     "vllm.entrypoints.openai.completion.serving",
@@ -28,9 +29,13 @@ _OF_STREAMS = (
 
 
 def filter_streams() -> None:
-    """Keep refusals and bodies with a spec out of what vLLM's serving classes log; safe to call again."""
+    """Keep refusals and bodies with a spec out of what vLLM's serving classes log; safe to call again.
+
+    The log of accesses gets handles cut: who has one may fetch what it stands for.
+    """
     for name in _OF_STREAMS:
         logging.getLogger(name).addFilter(_is_fit)
+    logging.getLogger("uvicorn.access").addFilter(_cut)
 
 
 def summary(wire: Any) -> str:
@@ -83,3 +88,9 @@ def _is_fit(record: logging.LogRecord) -> bool:
     if isinstance(error, SpecRefused) or (isinstance(about, str) and re.match(rf"{KEY}\b", about)):
         return False
     return not any(isinstance(one, str) and f'"{KEY}"' in one for one in record.args or ())
+
+
+def _cut(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(_HANDLE.sub("...", one) if isinstance(one, str) else one for one in record.args)
+    return True

@@ -4,17 +4,14 @@ They enter vLLM's app as an endpoint plugin does, through vllm.plugins.load_endp
 name it: the key is the operator's consent, and without a key every route reports that and does nothing.
 """
 
-import hmac
 import logging
 import os
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
@@ -23,7 +20,7 @@ from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
 from saesteer.language.spec import MAX_CHARACTERS, from_json
 from saesteer.plugin.configured import configure, disabled
-from saesteer.plugin.http import features, results
+from saesteer.plugin.http import access, features, results
 from saesteer.plugin.http.entries import (
     DefaultBody,
     DefaultEntry,
@@ -40,7 +37,7 @@ from saesteer.plugin.http.entries import (
 from saesteer.plugin.http.memory import MemoryGuard
 from saesteer.plugin.http.openapi import document
 from saesteer.plugin.http.playground import PREFIX, add_playground
-from saesteer.plugin.http.refusals import Refused, first_of, refuse
+from saesteer.plugin.http.refusals import Handler, Refused, first_of, refuse, refusing
 from saesteer.plugin.http.routes import SERVED, Guard
 from saesteer.plugin.http.statuses import Statuses
 from saesteer.plugin.names.changes import Given
@@ -85,7 +82,7 @@ class EndpointPlugin:
             configure()  # here at the latest
         app.add_middleware(Statuses)
         key = admin_key()
-        keys = [one for one in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if one]
+        keys = access.keys_of(args)
         if key and key in keys:
             raise ConfigError(f"{ADMIN_KEY} equals a key of --api-key or VLLM_API_KEY, expected a different key")
         if key and keys:
@@ -108,16 +105,24 @@ def _add_routes(app: FastAPI, args: Any) -> None:
     app.include_router(features.router)
     app.include_router(results.router)
     config = SaesteerConfig.from_json(args.additional_config[KEY])
+    app.state.saesteer_access = access.keys_of(args), access.hosts_of(args, config.allow_hosts)
+    args.middleware = [*args.middleware, access.MIDDLEWARE]
     if config.memory_guard is not None:
         app.add_middleware(MemoryGuard, limit=config.memory_guard)
     if config.neuronpedia:
         from saesteer.plugin.http.neuronpedia.routes import add_neuronpedia  # needs more of vLLM than a guard may
 
-        add_neuronpedia(app, args)
+        add_neuronpedia(app)
     if config.playground:
         add_playground(app)
-        scheme = "https" if args.ssl_certfile else "http"
-        _log.info("The playground is at %s://%s:%s%s", scheme, args.host or "localhost", args.port, PREFIX)
+        _log.info("The playground is at %s%s%s", _listens_at(args), (args.root_path or "").rstrip("/"), PREFIX)
+
+
+def _listens_at(args: Any) -> str:
+    if args.uds:
+        return f"unix:{args.uds}:"
+    host = args.host or "localhost"
+    return f"{'https' if args.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{args.port}"
 
 
 def admin_key() -> str:
@@ -143,51 +148,48 @@ def _refused_by_key(request: Request) -> JSONResponse | None:
     if admin is None or not admin.key:
         hint = f"start the server with --saesteer-admin-key or {ADMIN_KEY}"
         return refuse(403, f"the admin routes are off on this server; {hint}", "admin_off")
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin.key.encode()):
+    if access.sent_key(request.headers, [admin.key]) is None:
         message = "the Authorization header does not hold the admin key, expected Bearer and the key"
-        return refuse(401, message, "wrong_key")
+        return refuse(401, message, access.WRONG_KEY)
     return None
 
 
-class _Route(APIRoute):
-    """Check the key before reading the body, cut the body off at its limit, and make all refusals look alike."""
+async def _guarded(handle: Handler, request: Request) -> Any:
+    """Check the key before reading the body, and cut the body off at its limit."""
+    refused = _refused_by_key(request)
+    if refused is not None:
+        return refused
+    receive, total = request.receive, 0
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Any]]:
-        handle = super().get_route_handler()
+    async def limited() -> Any:
+        nonlocal total
+        message = await receive()
+        total += len(message.get("body", b""))
+        if total > MAX_BODY:
+            raise _TooLarge(413)
+        return message
 
-        async def guarded(request: Request) -> Any:
-            refused = _refused_by_key(request)
-            if refused is not None:
-                return refused
-            receive, total = request.receive, 0
+    announced = request.headers.get("Content-Length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY:
+        raise _TooLarge(413)
+    try:
+        return await handle(Request(request.scope, limited))
+    except SpecError as error:
+        status = 404 if request.method == "DELETE" and error.code == "unknown_name" else 400
+        return refuse(status, str(error), error.code, error.field)
 
-            async def limited() -> Any:
-                nonlocal total
-                message = await receive()
-                total += len(message.get("body", b""))
-                if total > MAX_BODY:
-                    raise _TooLarge(413)
-                return message
 
-            announced = request.headers.get("Content-Length", "0")
-            try:
-                if announced.isdecimal() and int(announced) > MAX_BODY:
-                    raise _TooLarge(413)
-                return await handle(Request(request.scope, limited))
-            except _TooLarge:
-                return refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")
-            except SpecError as error:
-                status = 404 if request.method == "DELETE" and error.code == "unknown_name" else 400
-                return refuse(status, str(error), error.code, error.field)
-            except RegistryError as error:
-                return refuse(409, str(error), error.code)
-            except RequestValidationError as error:
-                return refuse(400, *_told(error))
-            except HTTPException as error:  # a body that is nested too deeply, or in an unknown encoding
-                return refuse(error.status_code, f"the body is not a JSON object ({error.detail})", "bad_json")
-
-        return guarded
+def _refusal(error: Exception) -> JSONResponse | None:
+    match error:
+        case _TooLarge():
+            return refuse(413, f"the body is larger than {MAX_BODY} bytes, expected less", "too_many")
+        case RegistryError():
+            return refuse(409, str(error), error.code)
+        case RequestValidationError():
+            return refuse(400, *_told(error))
+        case HTTPException():  # a body that is nested too deeply, or in an unknown encoding
+            return refuse(error.status_code, f"the body is not a JSON object ({error.detail})", "bad_json")
+    return None
 
 
 def _told(error: RequestValidationError) -> tuple[str, str, str | None]:
@@ -216,7 +218,12 @@ def _admin(request: Request) -> Any:
 _Admin = Annotated[Admin, Depends(_admin)]
 # Only for the OpenAPI document; the routes ask for the key before they read a body.
 _BEARER = HTTPBearer(auto_error=False, scheme_name="saesteer_admin_key", description="The key of --saesteer-admin-key.")
-router = APIRouter(prefix="/v1/saesteer", route_class=_Route, tags=["saesteer"], dependencies=[Depends(_BEARER)])
+router = APIRouter(
+    prefix="/v1/saesteer",
+    route_class=refusing(_refusal, handled=_guarded),
+    tags=["saesteer"],
+    dependencies=[Depends(_BEARER)],
+)
 
 
 @router.get("/vectors", responses=_says(), summary="List the named vectors")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 FOLDER = Path(__file__).parents[2] / "playground"
 PREFIX = "/saesteer/"
@@ -73,6 +73,9 @@ def add_playground(app: FastAPI) -> None:
     """Add a route for each file; a path that a client makes up reaches none of them, and no folder."""
     for name, (file, kind) in FILES.items():
         app.add_route(PREFIX + name, _serving((FOLDER / file).read_bytes(), kind), include_in_schema=False)
+    # By its last part, since a proxy may have put something in front of the path.
+    name = PREFIX.strip("/")
+    app.add_route(f"/{name}", lambda _: RedirectResponse(f"{name}/"), include_in_schema=False)
 
 
 def _serving(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:

@@ -2,6 +2,7 @@
 
 vLLM answers every refusal of a request with 400. The code at the end of the message says where another status belongs,
 and here it takes the place of the 400, in the body as well. Where the fault is the server's, so does the error's type.
+Only messages that saesteer has made count: at the end of another one, a client's words may look like a code.
 """
 
 import json
@@ -11,6 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from saesteer.plugin.results.failures import refusals
+
 # Of the codes of refused requests; those of the admin routes choose their own.
 STATUS: Mapping[str, int] = {
     "too_large": 413,
@@ -18,6 +21,7 @@ STATUS: Mapping[str, int] = {
     "collapsed": 422,
     "results_full": 429,
     "consumer": 500,
+    "no_writer": 503,
     "no_space": 507,
 }
 _CODE = re.compile(r"\[([a-z_]+)\]$")
@@ -74,7 +78,7 @@ def _with_status(body: bytes) -> tuple[int, bytes]:
         code = _CODE.search(error["message"])
     except (ValueError, TypeError, KeyError):
         return 400, body
-    status = STATUS.get(code[1], 400) if code else 400
+    status = STATUS.get(code[1], 400) if code and error["message"] in refusals else 400
     if status == 400:
         return 400, body
     anthropic = "code" not in error

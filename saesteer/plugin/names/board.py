@@ -14,19 +14,21 @@ import atexit
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from saesteer.engine.private import open_in, open_private
+from saesteer.engine.private import open_in, open_private, private
 from saesteer.errors import UnsupportedError
 
 ENV = "SAESTEER_BOARD"  # <process>-<word>
+_PLACE = re.compile(r"saesteer-([1-9][0-9]*)-[0-9a-f]{32}")
 
 
 def announce() -> None:
@@ -35,22 +37,55 @@ def announce() -> None:
     A server that another server or a script has started is no such child, and publishes another place.
     """
     if parent_process() is None:
-        os.environ[ENV] = f"{os.getpid()}-{secrets.token_hex(16)}"
-        atexit.register(shutil.rmtree, _folder(os.environ[ENV]), ignore_errors=True)
+        _publish()
+        _clean()
+
+
+def _publish() -> str:
+    os.environ[ENV] = word = f"{os.getpid()}-{secrets.token_hex(16)}"
+    atexit.register(shutil.rmtree, _folder(word), ignore_errors=True)
+    return word
+
+
+def _clean() -> None:
+    """Remove the folders of this user's servers that were killed; a living one, in a container, too, has locked its."""
+    for folder in Path(tempfile.gettempdir()).glob("saesteer-*"):
+        found = _PLACE.fullmatch(folder.name)
+        if found and not lives(int(found[1])):
+            with suppress(OSError), private(folder) as inside:
+                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+
+
+def lives(process: int) -> bool:
+    """Whether there is a process with this number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _folder(word: str) -> Path:
     return Path(tempfile.gettempdir(), f"saesteer-{word}")
 
 
-def meeting_place() -> Path | None:
-    """The folder that the processes of this server share, made if it does not exist; None if none was announced."""
+def meeting_place() -> Path:
+    """The folder that the processes of this server share, made if it does not exist; this one's, if none was announced.
+
+    It stays locked as long as this process lives.
+    """
     parent, word = parent_process(), os.environ.get(ENV, "")
     own = [os.getpid()] if parent is None else [os.getpid(), parent.pid]
     if not any(word.startswith(f"{pid}-") for pid in own):
-        return None
-    _folder(word).mkdir(mode=0o700, exist_ok=True)
-    return _folder(word)
+        word = _publish()
+    folder = _folder(word)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(OSError):  # it is another's, which whoever uses it learns
+        fcntl.flock(open_private(folder), fcntl.LOCK_SH)
+    return folder
 
 
 class Board:

@@ -66,6 +66,15 @@ def of(kind: Kind, catalog: Catalog) -> Mapping[str, Any]:
     return catalog.vectors if kind == "vector" else catalog.modules
 
 
+def version_of(name: Name, catalog: Catalog) -> str:
+    """The beginning of a hash of what a name stands for; that of a module covers what it names."""
+    kind, own = name
+    found = of(kind, catalog).get(own)
+    if found is None:
+        return "none"
+    return str(found.fingerprint if kind == "vector" else catalog.digests[own])[:16]
+
+
 def check_gone(name: Name, catalog: Catalog) -> None:
     """Refuse to delete a name that is unknown or in use.
 
@@ -109,6 +118,9 @@ def check_put(name: Name, catalog: Catalog, layers: int) -> None:
         RegistryError: there are too many names, there is no op where it belongs, or a module could not use it.
     """
     kind, own = name
+    if {".", ".."}.intersection(own.split("/")):
+        found = f"got {show(own)}, expected a name without the parts '.' and '..', which clients take out of a path"
+        raise SpecError(found, field="name", code="out_of_range")
     if len(of(kind, catalog)) > MOST:
         raise RegistryError(f"the server has {MOST} {kind}s already; delete one first", code="no_room")
     if kind == "vector":

@@ -8,6 +8,7 @@ each other's changes when they look up names (board.py). Knows vLLM's engine by 
 
 import asyncio
 import json
+import logging
 import time
 from base64 import b64encode
 from collections import Counter, defaultdict
@@ -20,16 +21,17 @@ from typing import Any
 from saesteer.errors import RegistryError
 from saesteer.language.alike import Alike, Edits, parts_of
 from saesteer.language.edits import Use
-from saesteer.language.fields import text
+from saesteer.language.fields import show, text
 from saesteer.language.spec import Spec
 from saesteer.planning.digests import Kind, Name, names_in
 from saesteer.planning.pins import Pins, Place, changed, counts, no_room, settle
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.names.board import Board
-from saesteer.plugin.names.changes import Given, check_default, check_gone, check_put, of, read
+from saesteer.plugin.names.changes import Given, check_default, check_gone, check_put, of, read, version_of
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.results import metrics
 
+logger = logging.getLogger("vllm.saesteer")
 PATIENCE = 3.0  # seconds to wait with a full pool, since running requests with replaced vectors may end soon
 PAUSE = 0.25
 
@@ -181,7 +183,12 @@ class Names:
             self._post(before, {*self._stale, *new}, self._usage, keep=number)
             usage = await self._tell(engine, new, unpinned)
             self._post(Version(number, catalog, pins, puts), before.pins.keys() - pins.keys(), usage)
-            return own in of(kind, before.catalog), catalog
+            known = own in of(kind, before.catalog)
+            action = "delete" if given is None else "replace" if known else "register"
+            versions = version_of(name, catalog), version_of(name, before.catalog)
+            logger.info("admin: %s %s %s, version %s, before it %s", action, kind, show(own), *versions)
+            metrics.changed(action)
+            return known, catalog
 
     def _post(self, version: Version, stale: Collection[Place], usage: Usage, keep: int = 0) -> None:
         """Give requests a version from now on, here and on all other API servers."""

@@ -12,7 +12,7 @@ For the rest of the batch, it is as if a client had disconnected during its answ
 """
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +40,9 @@ _ACTIVATIONS = f"{KEY}.return.activations"
 FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
 
 
+refusals = deque[str](maxlen=1024)  # what the last ones say: of others a client may have chosen the words
+
+
 class SpecRefused(SpecError, VLLMValidationError):
     """A SpecError that vLLM's front ends answer with a 400 whose ``param`` is the field."""
 
@@ -47,6 +50,7 @@ class SpecRefused(SpecError, VLLMValidationError):
         VLLMValidationError.__init__(self, f"{error} [{error.code}]", parameter=error.field)
         self.field = error.field
         self.code = error.code
+        refusals.append(str(self))
         metrics.refused(error.code)  # here, since every refusal becomes a SpecRefused
 
     def __str__(self) -> str:

@@ -7,46 +7,54 @@ they know of each other:
                       Or one of the names of a file of several results (spools.py), where all rows of a position are one
     <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but without space on the disk;
                       <handle>.<pid>.<n> for n of them in one file, which gets rows as they come, and names in the end
-    lock              who promises holds it. It has the number and bytes of all, at most: rooms are given up without a
+    <handle>.gone     a result that was deleted, or has expired, while it was being fetched: it counts until then
+    ended             the process that writes rows has: there are no more results until the server's next start
+    lock              who promises holds it. It has the bytes of each client, at most: rooms are given up without a
                       word, so what is there is counted only when less might not fit. If then it does not, nobody
                       counts again for ten times as long as that took, unless somebody deletes a result
 
 A request gets its rooms when it is admitted, or is refused, so nothing that was promised is dropped for want of room.
 A room that nobody holds is given up: whatever ends a request, an abort or an error, needs no word about it.
+
+A client of HTTP may hold half of what others leave, so there is room for a next one. Its handles begin alike, with a
+digest of its key or its address. Each result counts as LEAST bytes, or as many as it has.
 """
 
-import atexit
 import fcntl
+import json
 import logging
 import os
 import re
 import secrets
-import shutil
-import tempfile
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
-from struct import Struct
-from typing import Any, BinaryIO, NamedTuple, overload
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import KEY
+from saesteer.engine.filer import ENDED
 from saesteer.engine.private import open_in, private
 from saesteer.language.fields import fail, show
-from saesteer.plugin.names.board import meeting_place
+from saesteer.plugin.names.board import lives, meeting_place
+from saesteer.plugin.results import metrics
 from saesteer.plugin.results.failures import unwritten
 from saesteer.plugin.results.spools import Layout, Spool, View, head, remove, view
 
 logger = logging.getLogger("vllm.saesteer")
 
 _HANDLE = re.compile("[0-9a-f]{32}")
+# Of this context: who has sent its HTTP request, by key or address; empty where there is none.
+client: ContextVar[str] = ContextVar("saesteer_client", default="")
 _body: ContextVar["list[Room | Spool] | None"] = ContextVar("saesteer_body", default=None)
 _AT = f"{KEY}.return.activations"
 
@@ -63,19 +71,6 @@ def kept_here() -> "list[Room | Spool]":
     """Where a request notes what its answers have kept: all prompts of a body have one list, any other has its own."""
     found = _body.get()
     return [] if found is None else found
-
-
-class Limits(NamedTuple):
-    """What the results of a server may take."""
-
-    number: int
-    size: int  # bytes of all together
-    seconds: int  # that each is kept
-
-    @classmethod
-    def of(cls, config: SaesteerConfig) -> "Limits":
-        """Those that the operator has set."""
-        return cls(config.max_results, config.max_results_mib << 20, config.result_seconds)
 
 
 class Handle(str):
@@ -121,7 +116,7 @@ class Room:
 
         Args:
             folder: a descriptor of the folder of results.
-            size: bytes of the result.
+            size: bytes of the result, at most.
 
         Raises:
             OSError: it cannot be made.
@@ -160,72 +155,78 @@ class Results:
     """The results of a server, in one of its API server processes; safe to use in threads.
 
     Args:
-        limits: of all together.
+        size: bytes of all together.
+        seconds: that each is kept.
         folder: where they are; default: where the server's processes meet.
     """
 
-    def __init__(self, limits: Limits, folder: Path | None = None) -> None:
-        self.limits = limits
+    def __init__(self, size: int, seconds: int, folder: Path | None = None) -> None:
+        self.size, self.seconds = size, seconds
+        self.fetches = Counter[str]()  # that this process serves now, by client
         self._given = folder
 
     @cached_property
     def folder(self) -> Path:
         """Made when it is first needed, with a thread that removes what has expired."""
-        if self._above is None:  # this server has one process
-            found = Path(tempfile.mkdtemp(prefix="saesteer-results-"))
-            atexit.register(shutil.rmtree, found, ignore_errors=True)
-        else:
-            found = self._above / "results"
-            found.mkdir(mode=0o700, exist_ok=True)
+        found = (self._given or meeting_place()) / "results"
+        found.mkdir(mode=0o700, exist_ok=True)
         threading.Thread(target=_sweep, args=[weakref.ref(self)], daemon=True).start()
         return found
 
-    @cached_property
-    def _above(self) -> Path | None:
-        return self._given or meeting_place()
-
-    @overload
-    def promise(self, wanted: Sequence[int]) -> list[Room]: ...
-
-    @overload
-    def promise(self, wanted: Sequence[int | Layout]) -> list[Room | Spool]: ...
-
-    def promise(self, wanted: Sequence[Any]) -> list[Any]:
-        """Room for results of these many bytes, or for several that lie in one file.
+    def promise(self, wanted: Sequence[int | Layout]) -> list[Any]:
+        """A Room for each result of so many bytes, or a Spool for several that lie in one file.
 
         Raises:
             SpecError: there is too little room, now or ever, or the disk has none.
         """
-        asked = sum(len(one.abouts) if isinstance(one, Layout) else 1 for one in wanted)
-        size = sum(one.size if isinstance(one, Layout) else one for one in wanted)
-        most = self.limits
-        if asked > most.number or size > most.size:
-            message = f"asks for {asked} results of {size} bytes together, expected at most {most.number}"
-            fail(_AT, "too_large", f"{message} of {most.size}; the server keeps more when started with {_FLAGS}")
+        sizes = [
+            _counted(one.size + one.start, len(one.abouts)) if isinstance(one, Layout) else _counted(one + _HEAD)
+            for one in wanted
+        ]
+        asked, size = sum(map(len, sizes)), sum(map(sum, sizes))
+        most = self._share(0)
+        if size > most:
+            message = f"asks for {asked} results that count as {size} bytes, expected at most {most}, the share of one"
+            fail(_AT, "too_large", f"{message} client; the server keeps more when started with {_FLAGS}")
         try:
             with self._alone() as (folder, lock):
-                heads = sum(one.start if isinstance(one, Layout) else _HEAD for one in wanted)
-                self._count(lock, asked, size, heads)
+                if os.access(ENDED, os.F_OK, dir_fd=folder):
+                    found = "what writes results has ended, so this server keeps none until it is started again"
+                    fail(_AT, "no_writer", f"{found}; expected as: inline")
+                self._count(lock, asked, size)
                 return [self._room(folder, one) for one in wanted]
         except OSError as error:
             raise unwritten(error) from error
 
-    def _count(self, lock: int, asked: int, size: int, heads: int) -> None:
+    def _share(self, others: int) -> int:
+        """Bytes that the client of this context may hold while others hold so many."""
+        return (self.size - others) // (2 if client.get() else 1)
+
+    def _count(self, lock: int, asked: int, size: int) -> None:
         """Refuses what does not fit; only then, and at first, it looks at what is there."""
-        most, known = self.limits, os.pread(lock, _TAKEN.size, 0)
-        number, taken, rest = _TAKEN.unpack(known) if len(known) == _TAKEN.size else (most.number, most.size, 0.0)
-        looks = (number + asked > most.number or taken + size > most.size) and time.monotonic() >= rest
+        own, (taken, rest) = self._begin(), _noted(lock, self.size)
+        share = self._share(taken.total() - taken[own])
+        looks = taken[own] + size > share and time.monotonic() >= rest
         if looks:
-            begin = time.thread_time()
-            found = self.sweep()
-            number, taken, rest = len(found), sum(found), time.monotonic() + _REST * (time.thread_time() - begin)
-        if number + asked > most.number or taken + size > most.size:
+            begin, taken = time.thread_time(), Counter()
+            for one, number in self.sweep():
+                taken[one] += number
+            rest = time.monotonic() + _REST * (time.thread_time() - begin)
+            share = self._share(taken.total() - taken[own])
+        if taken[own] + size > share:
             if looks:
-                os.pwrite(lock, _TAKEN.pack(number, taken, rest), 0)
-            message = f"asks for {asked} results of {size} bytes together, while {number} of {most.number} with "
-            message += f"{taken} of {most.size} bytes are kept; delete some, or wait: a result is kept for "
-            fail(_AT, "results_full", f"{message}{most.seconds} seconds ({_FLAGS})")
-        os.pwrite(lock, _TAKEN.pack(number + asked, taken + size + heads, 0.0), 0)
+                _note(lock, taken, rest)
+            message = (
+                f"asks for {asked} results that count as {size} bytes, while {taken[own]} of {share} are kept that "
+            )
+            message += "one client may hold beside others; delete some, or wait: a result is kept for "
+            fail(_AT, "results_full", f"{message}{self.seconds} seconds ({_FLAGS})")
+        taken[own] += size
+        _note(lock, taken, 0.0)
+
+    def _begin(self) -> str:
+        """How the handles of this context's client begin; who knows one learns nothing of a key."""
+        return sha256(f"{self.folder} {client.get()}".encode()).hexdigest()[:_BEGIN]
 
     def _room(self, folder: int, wanted: int | Layout) -> Room | Spool:
         if isinstance(wanted, Layout):
@@ -233,13 +234,13 @@ class Results:
             spool.take(folder)
             return spool
         room = Room(self)
-        room.take(folder, wanted)
+        room.take(folder, wanted + _HEAD)
         return room
 
     def handles(self, number: int) -> list[Handle]:
         """New ones."""
-        drawn = secrets.token_hex(16 * number)
-        made = [Handle(drawn[at : at + 32]) for at in range(0, len(drawn), 32)]
+        begin = self._begin()
+        made = [Handle(begin + secrets.token_hex(16 - _BEGIN // 2)) for _ in range(number)]
         for one in made:
             one._results = self
         return made
@@ -256,7 +257,9 @@ class Results:
                 file: Any = open_in(folder, handle, "rb")
         except (FileNotFoundError, PermissionError):
             self._refuse(handle)
-        if self._expired(os.fstat(file.fileno())):
+        fcntl.flock(file, fcntl.LOCK_SH)  # until it is closed
+        about = os.fstat(file.fileno())
+        if not about.st_nlink or self._expired(about):
             file.close()
             self._refuse(handle)
         return view(file, handle)
@@ -271,15 +274,18 @@ class Results:
         try:
             with self._alone() as (folder, lock):
                 expired = self._expired(os.stat(handle, dir_fd=folder))
-                os.unlink(handle, dir_fd=folder)
-                os.pwrite(lock, bytes(8), _TAKEN.size - 8)  # whoever needs room may look at once
+                _drop(folder, handle)
+                _note(lock, _noted(lock, self.size)[0], 0.0)  # whoever needs room may look at once
         except (FileNotFoundError, PermissionError):
             expired = True
         if expired:
             self._refuse(handle)
 
-    def sweep(self) -> list[int]:
-        """Removes what has expired, and the rooms of processes that have died; returns the bytes of all others.
+    def sweep(self) -> list[tuple[str, int]]:
+        """Removes what has expired, and the rooms of processes that have died.
+
+        Returns:
+            Of each other result, how its client's handles begin, and the bytes that it counts as.
 
         Raises:
             OSError: the folder is gone, is not this user's alone, or cannot be read.
@@ -292,11 +298,12 @@ class Results:
                     continue
                 with suppress(FileNotFoundError):  # it was deleted, or is a result since
                     about = entry.stat()
-                    if not _lives(int(process)) if process else self._expired(about):
-                        os.unlink(entry.name, dir_fd=folder)
-                    else:
-                        number = int(several or 1)
-                        found += [about.st_size // max(number, about.st_nlink)] * number  # a file of several has names
+                    ends = process == _GONE or (not lives(int(process)) if process else self._expired(about))
+                    if not ends or not _drop(folder, entry.name):
+                        number = int(several or 1)  # a file of several has names
+                        sizes = _counted(about.st_size // max(number, about.st_nlink) * number, number)
+                        found += [(handle[:_BEGIN], one) for one in sizes]
+        metrics.results(len(found), sum(one for _, one in found))
         return found
 
     def _check(self, handle: str) -> None:
@@ -304,10 +311,10 @@ class Results:
             self._refuse(handle)
 
     def _expired(self, about: os.stat_result) -> bool:
-        return about.st_mtime + self.limits.seconds < time.time()
+        return about.st_mtime + self.seconds < time.time()
 
     def _refuse(self, handle: str) -> Any:
-        why = f"was deleted, has expired {self.limits.seconds} seconds after its answer, or is of another server"
+        why = f"was deleted, has expired {self.seconds} seconds after its answer, or is of another server"
         fail("handle", "unknown_name", f"got {show(handle)}, expected the handle of a result: this one {why}")
 
     @contextmanager
@@ -319,10 +326,8 @@ class Results:
         Raises:
             OSError: the folder is not this user's alone, or cannot be made.
         """
-        if self._above is not None:
-            with private(self._above, make=True):  # what cleans up /tmp may have removed both
-                pass
-        with private(self.folder, make=True) as folder:
+        # What cleans up /tmp may have removed both.
+        with private(self.folder.parent, make=True), private(self.folder, make=True) as folder:
             lock = os.open("lock", os.O_RDWR | os.O_CREAT, 0o600, dir_fd=folder)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -331,15 +336,48 @@ class Results:
                 os.close(lock)
 
 
-_TAKEN = Struct("<qqd")  # number and bytes, at most, and when of time.monotonic they may be counted again
+_BEGIN = 8  # letters of a handle that all of a client's begin with
+_GONE = "gone"
 _REST = 10  # times as long as a count in vain nobody counts again: refusals take a tenth of the event loop at most
 _HEAD = 4096  # bytes of a result beside its numbers
-_FLAGS = "--max-results, --max-results-mib, --result-seconds"
+LEAST = 64 << 10
+_FLAGS = "--max-results-mib, --result-seconds"
+
+
+def _counted(size: int, number: int = 1) -> list[int]:
+    """What each of so many results counts as that have these many bytes together."""
+    return [max(LEAST, -(-size // number))] * number
+
+
+def _noted(lock: int, most: int) -> tuple[Counter[str], float]:
+    """Bytes of each client, at most, and when of time.monotonic they may be counted again; ``most``: of all."""
+    try:
+        taken, rest = json.loads(os.pread(lock, 1 << 24, 0))
+    except ValueError:  # nobody has counted yet
+        return Counter({"": most}), 0.0
+    return Counter(taken), rest
+
+
+def _note(lock: int, taken: Mapping[str, int], rest: float) -> None:
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps([taken, rest]).encode(), 0)
+
+
+def _drop(folder: int, name: str) -> bool:
+    """Delete a result, or let it be deleted once nobody fetches it; False: somebody does."""
+    with open_in(folder, name, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.rename(name, f"{name.partition('.')[0]}.{_GONE}", src_dir_fd=folder, dst_dir_fd=folder)
+            return False
+        os.unlink(name, dir_fd=folder)
+        return True
 
 
 def _sweep(results: "weakref.ref[Results]") -> None:
     while (one := results()) is not None:
-        pause = max(1.0, min(60.0, one.limits.seconds / 10))
+        pause = max(1.0, min(60.0, one.seconds / 10))
         try:
             one.sweep()
         except PermissionError as error:
@@ -348,13 +386,3 @@ def _sweep(results: "weakref.ref[Results]") -> None:
             pass
         del one
         time.sleep(pause)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -10,7 +10,38 @@ from typing import Any
 from saesteer.language.fields import CODES
 from saesteer.language.rules import RULES
 
+ACTIONS = ("register", "replace", "delete")
 _families: dict[str, Any] = {}  # empty in processes that serve no metrics
+# Of each: what prometheus_client makes of it, its name, its meaning, its labels.
+_TABLE = (
+    (
+        "Counter",
+        "edited_tokens",
+        "Tokens that edits have changed, as counted on the device, summed over the edits and sites of ended answers.",
+    ),
+    ("Counter", "rules", "Rules that have fired, by op: stop or flag.", "op"),
+    ("Counter", "refusals", "Requests that saesteer has refused or ended, or that had a wrong key, by code.", "code"),
+    ("Counter", "admin_changes", "Changes of names by an admin: register, replace or delete.", "action"),
+    ("Counter", "consumer_rows", "Rows that a consumer has taken.", "consumer"),
+    (
+        "Counter",
+        "consumer_dropped",
+        "Rows that a consumer did not get: its queue was full, or it had failed for their request.",
+        "consumer",
+    ),
+    (
+        "Counter",
+        "consumer_failures",
+        "Exceptions in a consumer, and answers whose ids found no room in its queue.",
+        "consumer",
+    ),
+    # All API servers see the same memory, results and pools.
+    ("Gauge", "memory_used", "Share of the machine's or container's memory in use, with --memory-guard."),
+    ("Gauge", "results", "Results that are kept to be fetched by a handle, and rooms for more."),
+    ("Gauge", "results_bytes", "Bytes that these count as, of --max-results-mib."),
+    ("Gauge", "pool_rows", "Slots for named vectors at a site.", "site"),
+    ("Gauge", "pool_rows_in_use", "Slots that named vectors hold, also older ones still in use.", "site"),
+)
 
 
 @cache
@@ -20,37 +51,15 @@ def install(codes: tuple[str, ...] = ()) -> None:
     Args:
         codes: of refusals, beside those of a wrong spec.
     """
-    from prometheus_client import Counter, Gauge
+    import prometheus_client
 
-    _families["edited"] = Counter(
-        "saesteer_edited_tokens",
-        "Tokens that edits have changed, as counted on the device, summed over the edits and sites of ended answers.",
-    )
-    _families["rules"] = Counter("saesteer_rules", "Rules that have fired, by op: stop or flag.", ["op"])
-    _families["refusals"] = Counter(
-        "saesteer_refusals", "Requests that saesteer has refused or ended, by code.", ["code"]
-    )
-    for name, what in (
-        ("rows", "Rows that a consumer has taken."),
-        ("dropped", "Rows that were lost: a full queue, a consumer that had failed for their request, or the disk."),
-        ("failures", "Exceptions in a consumer, and answers whose ids found no room in its queue."),
-    ):
-        _families[name] = Counter(f"saesteer_consumer_{name}", what, ["consumer"])
-    # All API servers see the same memory.
-    _families["memory"] = Gauge(
-        "saesteer_memory_used",
-        "Share of the machine's or container's memory in use, with --memory-guard.",
-        multiprocess_mode="mostrecent",
-    )
+    for kind, name, what, *labels in _TABLE:
+        more = {"multiprocess_mode": "mostrecent"} if kind == "Gauge" else {}
+        _families[name] = getattr(prometheus_client, kind)(f"saesteer_{name}", what, labels, **more)
     # Known from the start, since a rate counts from a series' first value: it would miss what made the series.
-    for family, known in (("refusals", (*CODES, *codes)), ("rules", RULES)):
+    for family, known in (("refusals", (*CODES, *codes)), ("rules", RULES), ("admin_changes", ACTIONS)):
         for label in known:
             _families[family].labels(label)
-    for name, of, what in (
-        ("slots", "saesteer_pool_rows", "Slots for named vectors at a site."),
-        ("slots_in_use", "saesteer_pool_rows_in_use", "Slots that named vectors hold, also older ones still in use."),
-    ):
-        _families[name] = Gauge(of, what, ["site"], multiprocess_mode="mostrecent")
 
 
 def edited(applied: Sequence[Mapping[str, Any]]) -> None:
@@ -60,7 +69,7 @@ def edited(applied: Sequence[Mapping[str, Any]]) -> None:
         applied: the answer's own.
     """
     if _families:
-        _families["edited"].inc(sum(one.get("tokens_edited", 0) for one in applied))
+        _families["edited_tokens"].inc(sum(one.get("tokens_edited", 0) for one in applied))
 
 
 def fired(ops: Iterable[str]) -> None:
@@ -88,7 +97,7 @@ def consumed(what: str, consumer: str, count: int) -> None:
         count: how many.
     """
     if _families:
-        _families[what].labels(consumer).inc(count)
+        _families[f"consumer_{what}"].labels(consumer).inc(count)
 
 
 def pools(usage: Mapping[str, Sequence[int]]) -> None:
@@ -98,11 +107,24 @@ def pools(usage: Mapping[str, Sequence[int]]) -> None:
         usage: site → slots in use, slots.
     """
     for site, (used, size) in usage.items() if _families else ():
-        _families["slots_in_use"].labels(site).set(used)
-        _families["slots"].labels(site).set(size)
+        _families["pool_rows_in_use"].labels(site).set(used)
+        _families["pool_rows"].labels(site).set(size)
+
+
+def results(number: int, size: int) -> None:
+    """Records the results that are kept, and the bytes that they count as."""
+    if _families:
+        _families["results"].set(number)
+        _families["results_bytes"].set(size)
+
+
+def changed(action: str) -> None:
+    """Counts a change of names by an admin."""
+    if _families:
+        _families["admin_changes"].labels(action).inc()
 
 
 def memory(share: float) -> None:
     """Records the share of memory that is in use."""
     if _families:
-        _families["memory"].set(share)
+        _families["memory_used"].set(share)

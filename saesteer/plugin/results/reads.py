@@ -43,9 +43,6 @@ def send(
     Returns:
         Requests that have ended here, with what their files still lack; for ``hold``. It waits for the files of those
         in ``stops`` that have not.
-
-    Raises:
-        RuntimeError: what writes files has ended.
     """
     waiting: dict[str, list[Blob]] = scheduler.__dict__.setdefault("saesteer_read", {})
     filed: dict[str, dict[int, list[Span]]] = scheduler.__dict__.setdefault("saesteer_filed", {})
@@ -97,9 +94,6 @@ def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> N
         scheduler: the engine's, which keeps what is held.
         outputs: of the step, by client, complete but for this.
         owed: as ``send`` returns it.
-
-    Raises:
-        RuntimeError: what writes files has ended.
     """
     held: dict[str, _Held] = scheduler.__dict__.setdefault("saesteer_held", {})
     for client, batch in outputs.items() if owed else ():

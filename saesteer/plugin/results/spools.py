@@ -80,7 +80,7 @@ class Spool:
             OSError: it cannot be made.
         """
         with open_in(folder, self._path.name, "xb") as file:
-            file.truncate(self.layout.size)
+            file.truncate(self._start + self.layout.size)
 
     @property
     def address(self) -> list[Any]:

@@ -18,7 +18,7 @@ from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
 from saesteer.plugin.http.leaving import while_there
-from saesteer.plugin.http.neuronpedia import activation_shapes, activations, keys, shapes, steering
+from saesteer.plugin.http.neuronpedia import activation_shapes, activations, shapes, steering
 from saesteer.plugin.http.neuronpedia.host import Busy, Host, Turns
 from saesteer.plugin.http.neuronpedia.meaning import place_of, sets_of
 from saesteer.plugin.http.refusals import refusing
@@ -53,15 +53,9 @@ def _refusal(error: Exception) -> JSONResponse | None:
     return None
 
 
-def add_neuronpedia(app: FastAPI, args: Any) -> None:
-    """Add the routes to vLLM's app, and the header of their key.
-
-    Args:
-        app: vLLM's.
-        args: vLLM's; it adds the middleware that stands there outside of its own check of keys.
-    """
+def add_neuronpedia(app: FastAPI) -> None:
+    """Add the routes to vLLM's app."""
     app.state.saesteer_decoders = Decoders(), Turns()
-    args.middleware = [*args.middleware, keys.MIDDLEWARE]
     app.include_router(router)
 
 
