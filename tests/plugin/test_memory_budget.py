@@ -15,7 +15,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from bench.dummy import cache_bytes, dictionary_file, model_folder
+from bench.dummy import cache_bytes, model_folder
+from saesteer.dictionaries.coder import CoderInfo, SparseCoder
+from saesteer.loaders.formats import own
 from saesteer.plugin.worker import worker
 from tests.apart import hear, tell
 
@@ -44,8 +46,8 @@ def test_what_is_built_behind_the_weights_counts_as_weights(monkeypatch: pytest.
     made: Any = SimpleNamespace(model_runner=runner, is_driver_worker=True, compile_or_warm_up_model=None)
     made.compile_or_warm_up_model = lambda: None
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
-    monkeypatch.setattr(worker.contract, "install", lambda _: None)
-    monkeypatch.setattr(worker.counts, "attach", lambda *_: None)
+    monkeypatch.setattr("saesteer.plugin.contract.install", lambda _: None)
+    monkeypatch.setattr("saesteer.plugin.results.counts.attach", lambda *_: None)
     for name, stand_in in (("_build", build), ("_wrap_v1", lambda *_: None)):
         monkeypatch.setattr(worker, name, stand_in)
     assets: Any = None
@@ -67,11 +69,21 @@ def test_a_runner_without_the_figure_is_left_alone() -> None:
 @pytest.mark.gpu
 def test_the_kv_cache_is_smaller_by_a_dictionary_of_4_gib(tmp_path: Path) -> None:
     folder = model_folder(MODEL, tmp_path)
-    files = [dictionary_file(WIDTH, features, tmp_path) for features in (512, 1 << 19)]
+    files = [_zeros(features, tmp_path) for features in (512, 1 << 19)]
     planned = [_tokens(folder, file) * cache_bytes(MODEL) for file in files]
     larger = files[1].stat().st_size - files[0].stat().st_size
     assert larger > 4 * GIB - GIB // 64
     assert planned[0] - planned[1] == pytest.approx(larger, rel=0.05)
+
+
+def _zeros(features: int, folder: Path) -> Path:
+    """A dictionary file: only its size counts, and numbers drawn by chance take minutes."""
+    weights = torch.zeros(features, WIDTH, dtype=torch.bfloat16)
+    small = torch.zeros(features)
+    info = CoderInfo("saesteer", WIDTH, WIDTH, features, "relu", None, "none", None, None, "raw", True, 1, "zeros", "")
+    path = folder / f"zeros-{features}.safetensors"
+    own.write(path, SparseCoder(weights, small, weights, torch.zeros(WIDTH), info, max_act=small + 1))
+    return path
 
 
 def _tokens(folder: Path, file: Path) -> int:
