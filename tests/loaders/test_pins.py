@@ -102,11 +102,12 @@ def test_a_version_must_be_the_dictionarys(tmp_path: Path) -> None:
         words = rf"dictionary 'gs' has the version {other[:16]}, expected 0123456789abcdef"
         with pytest.raises(ConfigError, match=words):
             opened_with("0123456789abcdef", rows=rows)
-    for wrong in ("0123456", "XYZ", "0C863DC9", 12345678):
-        with pytest.raises(ConfigError, match=r"gs.version: got .*, expected (8 to 64 hex digits|a text)"):
-            opened_with(wrong)  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in ("", 12345678):
+        with pytest.raises(ConfigError, match=r"gs\.version: got .*, expected"):
+            opened_with(wrong)
     scope(tmp_path / "set", 3, 7)
-    with pytest.raises(ConfigError, match=r"dictionary 'gs' is a set, whose layers have a version each"):
+    with pytest.raises(ConfigError, match=r"dictionary 'gs.*3' has the version \w{16}, expected"):
         opened_with(other, str(tmp_path / "set"), site=None)
 
 

@@ -55,14 +55,6 @@ def test_what_is_built_behind_the_weights_counts_as_weights(monkeypatch: pytest.
         assert runner.model_memory_usage == 8 * GIB + 6 * GIB + GIB // 4
 
 
-def test_a_runner_without_the_figure_is_left_alone() -> None:
-    """On a CPU nothing is allocated on a device, and vLLM's runner measures nothing."""
-    runner = SimpleNamespace()
-    with worker.counted_as_weights(runner):
-        pass
-    assert vars(runner) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.gpu
 def test_the_kv_cache_is_smaller_by_a_dictionary_of_4_gib(tmp_path: Path) -> None:

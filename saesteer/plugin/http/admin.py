@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
+from saesteer.config.settings import admin_key
 from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
@@ -220,20 +221,6 @@ def _add_routes(app: FastAPI, args: Any) -> None:
         add_playground(app)
         scheme = "https" if args.ssl_certfile else "http"
         _log.info("The playground is at %s://%s:%s%s", scheme, args.host or "localhost", args.port, PREFIX)
-
-
-def admin_key() -> str:
-    """The operator's key; empty if there is none.
-
-    Raises:
-        ConfigError: it cannot be sent in a header.
-    """
-    key = os.environ.get(ADMIN_KEY, "")
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            f"{ADMIN_KEY} holds a blank or another character that no header can carry, expected printable ASCII"
-        )
-    return key
 
 
 class _TooLarge(HTTPException):
