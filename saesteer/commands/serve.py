@@ -25,8 +25,10 @@ from saesteer.language.fields import closest
 from saesteer.models.families import other_widths
 
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
-_OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
-_OWN_CONFIG += ("--hf-token", "--code-revision")
+_OWN_CONFIG = (
+    *("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format"),
+    *("--hf-token", "--code-revision"),
+)
 _MODELSCOPE = ("1", "true")  # of VLLM_USE_MODELSCOPE: the model is on another hub
 
 
@@ -100,7 +102,7 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
     need_vllm()
     refuse_typos(flags)
     key = settings.admin_key() if admin_key is None else settings.checked_key(admin_key, "--saesteer-admin-key")
-    if key and key in (_values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY")]):
+    if key and key in (_values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")]):
         raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a different key")
     place, config, options = resolve(model, config)
     if place != model:

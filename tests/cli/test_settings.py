@@ -98,7 +98,7 @@ def test_folders_that_are_written_to_are_below_the_settings(
 ) -> None:
     """Whether they are there yet or not: a second start would write to another place than the first."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/user")
+    monkeypatch.setenv("HOME", str(tmp_path))
     place = tmp_path / "place"
     (place / "rows").mkdir(parents=True)
     if exists:
@@ -111,7 +111,7 @@ def test_folders_that_are_written_to_are_below_the_settings(
     assert config.capture_folder == "place/captured"
     mine = {"folder": "asked"}  # what it means, its consumer knows
     assert config.consumers == {"filesystem": {"folder": "place/asked", "shard_mib": 2}, "mine": mine}
-    for path, found in ((f"{tmp_path}/x", f"{tmp_path}/x"), ("~/x", "/home/user/x")):
+    for path, found in ((f"{tmp_path}/x", f"{tmp_path}/x"), ("~/x", f"{tmp_path}/x")):
         (place / "settings.yaml").write_text(said.replace("captured", path).replace("asked", path))
         config = read_settings(file=place / "settings.yaml")
         assert config.capture_folder == config.consumers["filesystem"]["folder"] == found

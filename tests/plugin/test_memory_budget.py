@@ -16,6 +16,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from bench.dummy import cache_bytes, dictionary_file, model_folder
+from saesteer.plugin import contract
+from saesteer.plugin.results import counts
 from saesteer.plugin.worker import worker
 from tests.apart import hear, tell
 
@@ -44,8 +46,8 @@ def test_what_is_built_behind_the_weights_counts_as_weights(monkeypatch: pytest.
     made: Any = SimpleNamespace(model_runner=runner, is_driver_worker=True, compile_or_warm_up_model=None)
     made.compile_or_warm_up_model = lambda: None
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
-    monkeypatch.setattr(worker.contract, "install", lambda _: None)
-    monkeypatch.setattr(worker.counts, "attach", lambda *_: None)
+    monkeypatch.setattr(contract, "install", lambda _: None)
+    monkeypatch.setattr(counts, "attach", lambda *_: None)
     for name, stand_in in (("_build", build), ("_wrap_v1", lambda *_: None)):
         monkeypatch.setattr(worker, name, stand_in)
     assets: Any = None

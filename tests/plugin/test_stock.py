@@ -134,7 +134,7 @@ def _main(case: str, model: str = "") -> None:
 
     found = {"before": sorted(before), "warnings": warnings, "stock starts": ask() == "" == ask(other=1)}
     found["a spec"] = ask(**{KEY: {"edits": []}})
-    door.vllm_config = SimpleNamespace(additional_config=WIRE)  # type: ignore[assignment]
+    door.vllm_config = SimpleNamespace(additional_config=WIRE)
     found["a config by hand"] = ask()
     found["with settings"] = _said(EngineArgs(**args, additional_config=WIRE).create_engine_config)
     tell(found | {"all in place": _all(stock), "children": os.environ.get(configured.ENV)})
