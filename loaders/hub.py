@@ -17,12 +17,11 @@ from typing import IO, Any
 from saesteer.errors import LoadError
 
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+")
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+(@@\w[\w.-]*(/\w[\w.-]*)*)?")
 # A dictionary of a set, with no folder of its own; W_dec_3.safetensors belongs to W_enc_3.safetensors.
 _LAYER_FILE = re.compile(r"(layer_?\d+(\.sae)?|W_enc_\d+)\.(safetensors|pt)")
 _ENCODER = re.compile(r"W_enc_(\d+\.safetensors)\Z")
 PIN = "@@"  # before the revision, at the end of a place: a commit, a tag or a branch such as refs/pr/1
-_REVISION = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*")
 # Joined to a folder, it might lead out of it.
 _UNSAFE = re.compile(r"/|[A-Za-z]:|.*[\\\0]|(.*/)?\.\.(/|\Z)", re.DOTALL)
 _SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
@@ -36,8 +35,7 @@ class UnsafeName(LoadError):
 
 def is_id(place: str) -> bool:
     """Whether a place may be ``org/repo[/sub/folder][@@revision]``, with * in a folder's name or not."""
-    plain, pin = unpinned(place)
-    return bool(_ID.fullmatch(plain) and (not pin or _REVISION.fullmatch(pin.removeprefix(PIN))))
+    return bool(_ID.fullmatch(place))
 
 
 def unpinned(place: str) -> tuple[str, str]:
@@ -57,7 +55,7 @@ def download(place: str, *, again: bool = False) -> Path:
         LoadError: the hub does not deliver it, or the place looks like a local one.
     """
     _refuse_local(place)
-    repo, inside = _split(place)
+    repo, inside, given = _split(place)
     is_file = inside.endswith(WEIGHT_SUFFIXES)
     folder = inside.rpartition("/")[0] if is_file else inside
     prefix = f"{folder}/" if folder else ""
@@ -69,8 +67,7 @@ def download(place: str, *, again: bool = False) -> Path:
 
         # The hub's * also matches "/": without this list, "layer_*.safetensors" would fetch whole sub-folders.
         crossing = [prefix + name.replace("*", "*/*") for name in names if "*" in name]
-        given: dict[str, Any] = {"local_files_only": True} if again else {}
-        given |= _revision(place)
+        given |= {"local_files_only": True} if again else {}
         root = Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=crossing, **given))
     found = root / inside
     if found.is_file() or (found.is_dir() and any(child.is_file() for child in found.iterdir())):
@@ -97,7 +94,8 @@ def cached(place: str) -> Path:
     with _answering(place):
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(_split(place)[0], local_files_only=True, **_revision(place)))
+        repo, _, given = _split(place)
+        return Path(snapshot_download(repo, local_files_only=True, **given))
 
 
 class Headers:
@@ -121,7 +119,7 @@ class Headers:
         Raises:
             LoadError: the hub does not deliver it.
         """
-        repo, inside = _split(place)
+        repo, inside, _ = _split(place)
         root = Path(self._folder, f"models--{repo.replace('/', '--')}")  # formats look for the repository's name
         if repo not in self._listed:
             self._listed[repo] = _listed(place)
@@ -140,10 +138,11 @@ class Headers:
 
 def _listed(place: str) -> list[str]:
     """The names of all files of a place's repository; LoadError if one leads out of it."""
+    repo, _, given = _split(place)
     with _answering(place):
         from huggingface_hub import list_repo_files
 
-        names = list(list_repo_files(_split(place)[0], **_revision(place)))
+        names = list(list_repo_files(repo, **given))
     for name in names:
         if _UNSAFE.match(name):
             raise UnsafeName(f"{place}: the hub lists {name!r}; expected names of files inside the repository")
@@ -152,7 +151,7 @@ def _listed(place: str) -> list[str]:
 
 def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
     """The place of each dictionary below a place, and the files that it consists of."""
-    repo, inside = _split(place)
+    repo, inside, _ = _split(place)
     weights = [name for name in _names() if name.endswith(WEIGHT_SUFFIXES)]
     folders: dict[str, list[str]] = {}
     for name in listed:
@@ -198,14 +197,15 @@ def _is_below(name: str, inside: str) -> bool:
 def _copy(place: str, repo: str, name: str, target: Path) -> bool:
     """A file's headers, or the file itself if it is small or the hub's cache has it; says whether it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    given = _split(place)[2]
     with _answering(place):
         from huggingface_hub import HfFileSystem, try_to_load_from_cache
 
-        if isinstance(cached := try_to_load_from_cache(repo, name, **_revision(place)), str):
+        if isinstance(cached := try_to_load_from_cache(repo, name, **given), str):
             target.symlink_to(cached)
             return True
         stream: Any
-        remote = HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK, **_revision(place))
+        remote = HfFileSystem().open(f"{repo}/{name}", "rb", block_size=_BLOCK, **given)
         with remote as stream, target.open("wb") as out:
             size = stream.size
             out.truncate(size)
@@ -246,15 +246,11 @@ def _refuse_local(place: str) -> None:
         raise LoadError(f"{place}: no such file; {folder} has {shown}{', ...' if len(have) > 8 else ''}")
 
 
-def _split(place: str) -> tuple[str, str]:
-    parts = unpinned(place)[0].split("/")
-    return "/".join(parts[:2]), "/".join(parts[2:])
-
-
-def _revision(place: str) -> dict[str, Any]:
-    """The revision of a place as the hub's functions take it, if it has one."""
-    pin = unpinned(place)[1]
-    return {"revision": pin.removeprefix(PIN)} if pin else {}
+def _split(place: str) -> tuple[str, str, dict[str, Any]]:
+    """The repository, what is inside, and the revision as the hub's functions take it, if there is one."""
+    plain, pin = unpinned(place)
+    parts = plain.split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:]), {"revision": pin.removeprefix(PIN)} if pin else {}
 
 
 def _names() -> list[str]:

@@ -45,13 +45,12 @@ def source_of(place: str | Path) -> Source | None:
     if not text.startswith(PREFIX):
         return None
     name, pin = unpinned(text.removeprefix(PREFIX))
-    if found := _table().get(name):
-        return found._replace(place=found.place + pin, address=name)
-    path = Path(name).expanduser()
+    path, found = Path(name).expanduser(), _table().get(name)
     file = path / FILE if path.is_dir() else path
-    if file.name == FILE and file.is_file():
+    if found is None and file.name == FILE and file.is_file():
         found = _exported(file)
-        return found._replace(place=found.place + pin)
+    if found:
+        return found._replace(place=found.place + pin, address=found.address or name)
     near = get_close_matches(name, _table(), n=3, cutoff=0.5)
     hint = f", such as {', '.join(PREFIX + one for one in near)}" if near else ""
     raise LoadError(f"{text}: no source of Neuronpedia that SAELens lists; expected np:MODEL/SOURCE{hint}")

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from packaging.requirements import Requirement
 
 from saesteer.commands.cli import app
 from saesteer.config.config import SaesteerConfig
@@ -31,7 +33,7 @@ PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 # Of the chart, as its values.yaml has them: https://github.com/vllm-project/production-stack, helm/values.yaml.
 CHART = {
     "servingEngineSpec": {"runtimeClassName", "securityContext", "containerSecurityContext", "modelSpec"}
-    | {"serviceMonitor"},
+    | {"serviceMonitor", "vllmApiKey"},
     "modelSpec": {"name", "repository", "tag", "modelURL", "replicaCount", "requestCPU", "requestMemory", "requestGPU"}
     | {"pvcStorage", "vllmConfig", "hf_token", "env"},
     "vllmConfig": {"enablePrefixCaching", "maxModelLen", "extraArgs"},
@@ -86,11 +88,60 @@ def test_the_image_is_stock_vllm_without_root_and_without_keys() -> None:
     stored = " ".join(words("ENV") + words("ARG"))
     assert not re.search("KEY|TOKEN|SECRET|PASSWORD", stored)
     [checked] = words("HEALTHCHECK")
-    assert "/health" in checked and f":{words('EXPOSE')[0]}/" in checked
+    assert "/health" in checked and f"'{words('EXPOSE')[0]}'" in checked
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split("\n")
     sent = {line[1:] for line in ignored if line.startswith("!")}
     assert "*" in ignored
+    sent.remove("deploy/constraints.txt")
     assert sent == {"pyproject.toml", "README.md", "LICENSE", "saesteer", "loaders", "kernels"}, "as the wheel's test"
+
+
+@pytest.mark.parametrize(
+    ("words_of_1", "port"),
+    [("saesteer serve demo", 8000), ("tini -- saesteer serve m --port 9001", 9001), ("python3 x --port=9002 -q", 9002)],
+)
+def test_the_health_check_asks_the_port_that_the_container_serves(words_of_1: str, port: int, tmp_path: Path) -> None:
+    [checked] = words("HEALTHCHECK")
+    [code] = [one for one in json.loads(checked[checked.index("[") :]) if "urlopen" in one]
+    (tmp_path / "cmdline").write_bytes("\0".join(words_of_1.split()).encode() + b"\0")
+    asked = code.replace("/proc/1/cmdline", str(tmp_path / "cmdline")).replace("r.urlopen", "print")
+    done = subprocess.run([sys.executable, "-c", asked.replace(", timeout=4", "")], capture_output=True, text=True)
+    assert done.stdout.strip() == f"http://127.0.0.1:{port}/health", done.stderr
+
+
+def test_the_image_serves_under_any_user_of_group_0() -> None:
+    """Some clusters run containers so: with a user id that has no name, in the group root."""
+    made = " ".join(words("RUN"))
+    assert re.search(r"--group=root --mode=2775 /cache /dictionaries\b", made)
+    known = dict(one.split("=") for one in " ".join(words("ENV")).split())
+    [home] = words("WORKDIR")
+    assert f"chgrp root {home} && chmod 2775 {home}" in made
+    assert known["HOME"] == home and known["USER"]
+
+
+def test_what_a_build_adds_is_pinned() -> None:
+    """The image by its tag or digest, and what the extra brings that it lacks; the page says how."""
+    pins = dict(line.split("==") for line in (DEPLOY / "constraints.txt").read_text().splitlines() if "==" in line)
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["demo"]
+    wanted = {Requirement(one).name: Requirement(one).specifier for one in extra}
+    assert pins.keys() == wanted.keys() and all(version in wanted[name] for name, version in pins.items())
+    assert "--constraint /src/deploy/constraints.txt" in " ".join(words("RUN"))
+    assert "@sha256:" in DOCKERFILE and "@sha256:" in (ROOT / "docs/operating.md").read_text()
+
+
+def test_services_write_to_their_volumes_alone() -> None:
+    for name in ("saesteer", "prometheus"):
+        service = COMPOSE["services"][name]
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    places = {one.partition(":")[0] for one in COMPOSE["services"]["saesteer"]["tmpfs"]}
+    assert places == {"/tmp", *words("WORKDIR")}
+
+
+def test_compiled_kernels_outlive_a_container() -> None:
+    assert "TRITON_CACHE_DIR=/cache/triton" in " ".join(words("ENV"))
+    [model] = read("production-stack.yaml")["servingEngineSpec"]["modelSpec"]
+    kept = {one["name"]: one["value"] for one in model["env"] if "value" in one}
+    assert kept["TRITON_CACHE_DIR"].startswith("/data/") and "pvcStorage" in model
 
 
 def test_the_image_starts_our_command() -> None:
@@ -118,8 +169,8 @@ def test_mounted_files_are_there_and_volumes_are_the_images() -> None:
     [volumes] = map(json.loads, words("VOLUME"))
     targets = {one.removesuffix(":ro").rsplit(":", 1)[1] for one in COMPOSE["services"]["saesteer"]["volumes"]}
     assert set(volumes) <= targets
-    folders = re.findall(r"=(/\S+)", " ".join(words("ENV")))
-    assert len(folders) == 3 and all(folder.startswith("/cache/") for folder in folders)
+    folders = re.findall(r"(?<! HOME)=(/\S+)", " ".join(words("ENV")))
+    assert len(folders) == 4 and all(folder.startswith("/cache/") for folder in folders)
 
 
 def test_every_port_is_this_machines_alone() -> None:
@@ -203,6 +254,10 @@ def test_the_values_of_the_production_stack() -> None:
     assert model["vllmConfig"]["enablePrefixCaching"], "the chart's default switches it off"
     assert model["repository"].endswith("/saesteer") and values["servingEngineSpec"]["securityContext"]["runAsUser"]
     assert all("value" not in one or "KEY" not in one["name"] for one in model["env"]), "keys come from a secret"
+    secret = values["servingEngineSpec"]["vllmApiKey"]
+    assert secret["secretKey"] != model["env"][0]["valueFrom"]["secretKeyRef"]["key"], "clients have no admin key"
+    made = (DEPLOY / "production-stack.yaml").read_text()
+    assert all(f"--from-literal={one}=" in made for one in (secret["secretKey"], "admin-key", "hf-token"))
     [user] = words("USER")
     assert str(values["servingEngineSpec"]["securityContext"]["runAsUser"]) == user.partition(":")[0]
 

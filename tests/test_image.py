@@ -53,7 +53,7 @@ def container(image: str) -> Iterator[str]:
     """The id of one that serves the embedded model, as confined as the compose file's, and that is healthy."""
     confined = [f"--cap-drop={one}" for one in SERVICE["cap_drop"]]
     confined += [f"--security-opt={one}" for one in SERVICE["security_opt"]]
-    confined += [f"--shm-size={SERVICE['shm_size']}"]
+    confined += [f"--shm-size={SERVICE['shm_size']}", "--read-only", *(f"--tmpfs={one}" for one in SERVICE["tmpfs"])]
     here = ["--gpus=all"] if CUDA else ["--env=VLLM_CPU_KVCACHE_SPACE=1"]
     options = [*confined, *here, "--init", "--health-interval=5s", "--publish=127.0.0.1::8000"]
     made = docker("run", "--detach", *options, image, "demo", "--host=0.0.0.0", "--enforce-eager")
@@ -84,6 +84,12 @@ def test_the_image_steers_as_a_user_without_rights(container: str) -> None:
         assert "Bridge" not in plain["choices"][0]["message"]["content"] and "saesteer" not in plain
         [applied] = steered["saesteer"]["applied"]
         assert f"saesteer_edited_tokens_total {float(applied['tokens_edited'])}" in client.get("/metrics").text
+
+
+def test_any_user_of_group_0_can_write_where_the_image_writes(image: str) -> None:
+    look = "for one in /cache /dictionaries ~; do touch $one/x || exit 1; done; "
+    look += "python3 -c 'import getpass; getpass.getuser()'"
+    docker("run", "--rm", "--user=123456:0", "--entrypoint=sh", image, "-c", look)
 
 
 def test_the_image_holds_neither_sources_nor_the_builders_files(image: str) -> None:

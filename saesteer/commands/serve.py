@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import yaml
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
+from saesteer.config import settings
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, DictionarySource, SaesteerConfig
 from saesteer.consumers.known import Consumers
@@ -24,7 +25,11 @@ from saesteer.language.fields import closest
 from saesteer.models.families import other_widths
 
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
-_OWN_CONFIG = ("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format")
+_OWN_CONFIG = (
+    *("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format"),
+    *("--hf-token", "--code-revision"),
+)
+_MODELSCOPE = ("1", "true")  # of VLLM_USE_MODELSCOPE: the model is on another hub
 
 
 def need_vllm() -> None:
@@ -51,7 +56,8 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Asse
         LoadError: a dictionary file or a vector file is invalid.
     """
     assets = Assets.open(config)
-    if "://" in model or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
+    elsewhere = "://" in model or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in _MODELSCOPE
+    if elsewhere or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
         return assets
     shape = _text_config(model, flags)
     assets.catalog(
@@ -95,28 +101,21 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
     """
     need_vllm()
     refuse_typos(flags)
-    if admin_key is not None:
-        _check_key(admin_key, _values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")])
+    key = settings.admin_key() if admin_key is None else settings.checked_key(admin_key, "--saesteer-admin-key")
+    if key and key in (_values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")]):
+        raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a different key")
     place, config, options = resolve(model, config)
     if place != model:
         # Whoever tries the demo has no key, so only this machine reaches it unless --host says otherwise.
         options |= {"served_model_name": model, "host": "127.0.0.1"}
         config = replace(config, playground=config.playground is not False)
-    extra = [*flags, *_missing(flags, _as_flags(options))]
+    named = _names_in(_value(flags, "--config"))
+    extra = [*flags, *_missing(flags, {flag: one for flag, one in _as_flags(options).items() if flag[2:] not in named})]
     check(place, config, extra).refuse_others(place)
     Consumers.open(config.consumers, config.capture_folder).close()  # what is wrong with them is said now, too
     words = ["-P", "-m", "saesteer.plugin.vllm_cli", "serve", place, *_with_config(extra, config)]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *words], environment(os.environ, admin_key))
-
-
-def _check_key(key: str, others: Sequence[str]) -> None:
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            "--saesteer-admin-key is empty or cannot be sent in a header, expected printable ASCII without blanks"
-        )
-    if key in others:
-        raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a different key")
 
 
 def refuse_typos(flags: Sequence[str]) -> None:
@@ -152,6 +151,7 @@ def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[
     found = {**given, "PYTHONSAFEPATH": "1"}
     if admin_key is not None:
         found[ADMIN_KEY] = admin_key
+        found.pop(f"{ADMIN_KEY}_FILE", None)
     chosen = found.get("VLLM_PLUGINS")
     if chosen is not None and KEY not in chosen.split(","):
         found["VLLM_PLUGINS"] = ",".join([*filter(None, chosen.split(",")), KEY])
@@ -178,7 +178,7 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
         raise ConfigError(
             f"{flag}.NAME cannot be combined with saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
         )
-    if (file := _value(flags, "--config")) is not None and flag[2:] in _names_in(Path(file)):
+    if flag[2:] in _names_in(file := _value(flags, "--config")):
         raise ConfigError(f"--config {file} has {flag[2:]}, which saesteer's own part would replace; give it as {flag}")
     merged = _json_object(flag, _value(flags, flag))
     if KEY in merged:
@@ -194,10 +194,10 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
     return [*kept, flag, json.dumps(merged)]
 
 
-def _names_in(file: Path) -> set[str]:
-    """Of a file of vLLM's arguments, the names; none if it cannot be read, which vLLM says."""
+def _names_in(file: str | None) -> set[str]:
+    """The names in a file of vLLM's arguments; none without a file, or if it cannot be read, which vLLM reports."""
     try:
-        found = yaml.safe_load(file.read_bytes())
+        found = yaml.safe_load(Path(file).read_bytes()) if file else None
     except (OSError, ValueError, yaml.YAMLError):
         return set()
     return {str(name).replace("_", "-") for name in found} if isinstance(found, dict) else set()

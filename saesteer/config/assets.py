@@ -53,9 +53,11 @@ class Assets:
         infos = {key: _placed(key, one, whole[key]) if key in whole else rows[key] for key, one in sources.items()}
         for name, layers in sets.items():
             check_set(name, config.dictionaries[name], infos, layers)
-        for name, source in config.dictionaries.items():
-            if source.version is not None:
-                _check_version(name, source, infos.get(name))
+        for key, one in sources.items():
+            if one.version is not None:
+                found = infos[key].fingerprint or describe(one.path, site=one.reads).fingerprint
+                if not found.startswith(one.version):
+                    raise ConfigError(f"dictionary {key!r} has the version {found[:16]}, expected {one.version}")
         vectors = {
             name: read_vectors(one.path, bias=one.bias, function=one.function) for name, one in config.vectors.items()
         }
@@ -288,16 +290,6 @@ def sited(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:
             f"it cannot be moved to one site, got @{source.site}; expected two, such as @mlp_in.20:mlp_out.20"
         )
     return replace(info, site_in=reads, site_out=writes or reads)
-
-
-def _check_version(name: str, source: DictionarySource, info: CoderInfo | None) -> None:
-    """Refuse a dictionary that is another than the operator's settings say."""
-    if info is None:
-        found = "is a set, whose layers have a version each"
-        raise ConfigError(f"dictionary {name!r} {found}; expected a revision of the hub, or names for its layers")
-    version = info.fingerprint or describe(source.path, site=source.reads).fingerprint
-    if not version.startswith(str(source.version)):
-        raise ConfigError(f"dictionary {name!r} has the version {version[:16]}, expected {source.version}")
 
 
 def _placed(name: str, source: DictionarySource, info: CoderInfo) -> CoderInfo:

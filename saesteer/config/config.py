@@ -11,7 +11,6 @@ The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a
      "max_dose": 0.5, "max_dose_action": "clamp"}
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from os import PathLike, fspath
@@ -63,12 +62,10 @@ class DictionarySource:
     def from_argument(cls, text: str) -> "DictionarySource":
         """Read ``[rows:]PLACE[@@REVISION][@SITE]``, as on the command line."""
         place = text.removeprefix(ROWS)
-        plain, pin, rest = place.partition(PIN)
-        if pin:
-            revision, _, site = rest.partition("@")
-            return cls(f"{plain}{PIN}{revision}", site or None, place != text)
         path, at, site = place.rpartition("@")
-        return cls(path, site, place != text) if at and "/" not in site else cls(place, rows=place != text)
+        if not at or "/" in site or path.endswith("@"):  # that @ belongs to @@REVISION
+            path, site = place, ""
+        return cls(path, site or None, place != text)
 
     @property
     def reads(self) -> str | None:
@@ -89,12 +86,6 @@ def _word(value: Any, at: str) -> str:
     if not isinstance(value, str):
         fail(at, "wrong_type", f"got {show(value)}, expected a text")
     return value
-
-
-def _version(value: Any, at: str) -> str:
-    if not re.fullmatch(r"[0-9a-f]{8,64}", _word(value, at)):
-        fail(at, "out_of_range", f"got {show(value)}, expected 8 to 64 hex digits, as `saesteer inspect` prints them")
-    return str(value)
 
 
 def _site(value: Any, at: str) -> str:
@@ -199,7 +190,7 @@ OPTIONS: dict[str, Option] = {
                 path=_word,
                 site=optional(_word),
                 rows=fields.flag,
-                version=optional(_version),
+                version=optional(fields.text),
                 revision=optional(_word),
             )
         ),

@@ -1,7 +1,7 @@
 """Turns a command line's arguments and a YAML file into one SaesteerConfig; arguments win. Reads no weights.
 
 The file has the same content as the wire form (``saesteer.config``). A relative path in it that exists next to the
-file is resolved there:
+file is resolved there, and so is the path of a folder that the server writes to:
 
     dictionaries:
       gs20: org/repo/folder@resid_post.20
@@ -20,6 +20,7 @@ file is resolved there:
 """
 
 import json
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from saesteer.config.config import OPTIONS, PIN, DictionarySource, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, OPTIONS, PIN, DictionarySource, SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.language.address import PREFIX
 
@@ -72,6 +73,31 @@ def read_settings(
     return told.changed(words)
 
 
+def checked_key(key: str, source: str) -> str:
+    """A key that a header can carry; ConfigError, which names its source, for any other."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{source} is empty or cannot be sent in a header, expected printable ASCII without blanks")
+    return key
+
+
+def admin_key() -> str:
+    """The operator's key for the admin routes, from the environment or the file that it names; empty without one.
+
+    Raises:
+        ConfigError: there are two, the file cannot be read, or no header can carry the key.
+    """
+    key, file = os.environ.get(ADMIN_KEY, ""), os.environ.get(name := f"{ADMIN_KEY}_FILE")
+    if not file:
+        return checked_key(key, ADMIN_KEY) if key else ""
+    if key:
+        raise ConfigError(f"{ADMIN_KEY} and {name} are both set, expected one of them")
+    try:
+        key = Path(file).read_text().strip()
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{name} {file} cannot be read ({exc}), expected a file that holds the key") from exc
+    return checked_key(key, f"the key in {name} {file}")
+
+
 def _named(flag: str, words: Sequence[str], form: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in words:
@@ -96,7 +122,7 @@ def _consumers(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> SaesteerConfig:
-    """Read a file; relative paths in it that exist next to the file are resolved there."""
+    """Read a file, and resolve relative paths in it."""
     at = f"--saesteer-config {file}"
     try:
         with file.expanduser().open("rb") as stream:
@@ -113,15 +139,25 @@ def _read(file: Path) -> SaesteerConfig:
         raise ConfigError(f"{at}: {exc}") from exc
     except (yaml.YAMLError, RecursionError, ValueError) as exc:
         raise ConfigError(f"{at}: not YAML ({' '.join(str(exc).split())})") from exc
-    beside = partial(_beside, file.expanduser().parent)
+    folder = file.expanduser().parent
+    beside, made = partial(_beside, folder), partial(_made, folder)
+    consumers = dict(told.consumers)
+    if isinstance(where := consumers.get("filesystem", {}).get("folder"), str):
+        consumers["filesystem"] = {**consumers["filesystem"], "folder": made(where)}
     return replace(
         told,
         dictionaries={name: replace(one, path=beside(one.path)) for name, one in told.dictionaries.items()},
         dictionary_folder=told.dictionary_folder and beside(told.dictionary_folder),
-        capture_folder=told.capture_folder and beside(told.capture_folder),
+        capture_folder=told.capture_folder and made(told.capture_folder),
+        consumers=consumers,
         vectors={name: replace(one, path=beside(one.path)) for name, one in told.vectors.items()},
         modules={name: beside(one) if isinstance(one, str) else one for name, one in told.modules.items()},
     )
+
+
+def _made(folder: Path, path: str) -> str:
+    """Where a folder is made that need not exist yet."""
+    return str(folder / Path(path).expanduser()) if path else path
 
 
 def _beside(folder: Path, path: str) -> str:

@@ -119,7 +119,7 @@ worker vllm.v1.worker.worker_base:WorkerBase
   compile_or_warm_up_model()  instance worker.worker:attach  every op has run
   sample_tokens(grammar_output)  instance results.counts:attach  counts leave
 worker vllm.utils.mem_utils
-  memory_profiling(baseline_snapshot, weights_memory)  used worker.worker:counted_as_weights  dictionaries as weights
+  memory_profiling(baseline_snapshot, weights_memory)  used worker.worker:attach  dictionaries as weights
 worker vllm.v1.outputs:AsyncModelRunnerOutput
   get_output()  used results.earlier:Told  an earlier stage's counts wait for its device
 worker vllm.model_executor.layers.layernorm

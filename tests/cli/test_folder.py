@@ -86,10 +86,8 @@ def test_pip_imports_nothing_from_here(standing: Path, tmp_path: Path, monkeypat
 def test_the_process_that_writes_is_not_handed_the_folder(standing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a shell of Python the first entry of sys.path is empty, which stands for the current directory."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(
-        "saesteer.engine.spool.subprocess.Popen", lambda command, **more: given.update(more, command=command)
-    )
-    monkeypatch.setattr("saesteer.engine.spool.os.close", lambda _: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: given.update(more, command=command))
+    monkeypatch.setattr(os, "close", lambda _: None)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     spool.begin(0, 0)
     assert given["command"][:2] == [sys.executable, "-P"]

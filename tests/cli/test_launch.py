@@ -244,6 +244,60 @@ def test_the_admins_key_goes_by_the_environment(
     assert "secret" not in " ".join(become["words"])
 
 
+def test_a_file_of_vllms_arguments_says_where_the_demo_listens(
+    model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Words of the command line win over the file, so those that nobody has given stay away."""
+    monkeypatch.setattr(serve, "ensure_model", lambda say: Path(model))
+    monkeypatch.setattr(serve, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16"})
+    file = tmp_path / "vllm.yaml"
+    file.write_text("host: 0.0.0.0\nmax_model_len: 64\n")
+    with pytest.raises(Became):
+        serve.serve("demo", read_settings([]), ["--config", str(file)])
+    words = become["words"]
+    assert "--host" not in words and "--max-model-len" not in words
+    assert words[words.index("--dtype") + 1] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable"),
+    [(["--hf-token", "hf_x"], ""), (["--hf_token"], ""), (["--code-revision", "v1"], ""), ([], "True"), ([], "1")],
+)
+def test_a_model_that_vllm_finds_otherwise_is_left_to_vllm(
+    become: dict[str, Any], flags: list[str], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", variable)
+    with pytest.raises(Became):
+        serve.serve("org/gated", read_settings([]), flags)
+    assert become["words"][4] == "org/gated"
+
+
+def test_the_admins_key_may_stand_in_a_file(
+    model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("SAESTEER_ADMIN_KEY", raising=False)
+    file = tmp_path / "key"
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY_FILE", str(file))
+    with pytest.raises(ConfigError, match=r"SAESTEER_ADMIN_KEY_FILE .*key cannot be read"):
+        serve.serve(model, read_settings([]), [])
+    for wrong, words in (("", "is empty"), ("two words", "cannot be sent in a header")):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=f"SAESTEER_ADMIN_KEY_FILE .*{words}"):
+            serve.serve(model, read_settings([]), [])
+    file.write_text("secret\n")
+    with pytest.raises(ConfigError, match="equals a key of --api-key"):
+        serve.serve(model, read_settings([]), ["--api-key", "secret"])
+    assert not become
+    with pytest.raises(Became):
+        serve.serve(model, read_settings([]), [])
+    given = become["environment"]
+    assert "SAESTEER_ADMIN_KEY" not in given and given["SAESTEER_ADMIN_KEY_FILE"] == str(file)
+    with pytest.raises(Became):
+        serve.serve(model, read_settings([]), [], "other")
+    given = become["environment"]
+    assert given["SAESTEER_ADMIN_KEY"] == "other" and "SAESTEER_ADMIN_KEY_FILE" not in given
+
+
 @pytest.mark.parametrize("key", ["two words", "schlüssel", "new\nline"])
 def test_a_key_that_no_header_carries_is_refused(model: str, become: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match="--saesteer-admin-key"):

@@ -92,6 +92,33 @@ def test_a_dictionary_may_stay_in_its_file(tmp_path: Path) -> None:
     assert (config.dictionaries["a"].reads, config.dictionaries["b"].reads) == ("mlp_in.1", None)
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_folders_that_are_written_to_are_below_the_settings(
+    tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are there yet or not: a second start would write to another place than the first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = tmp_path / "place"
+    (place / "rows").mkdir(parents=True)
+    if exists:
+        (place / "asked").mkdir()
+        (place / "captured").mkdir()
+    said = "capture: [resid_post.1]\ncapture_folder: captured\n"
+    said += "consumers: {filesystem: {folder: asked, shard_mib: 2}, mine: {folder: asked}}\n"
+    (place / "settings.yaml").write_text(said)
+    config = read_settings(file="place/settings.yaml")
+    assert config.capture_folder == "place/captured"
+    mine = {"folder": "asked"}  # what it means, its consumer knows
+    assert config.consumers == {"filesystem": {"folder": "place/asked", "shard_mib": 2}, "mine": mine}
+    for path, found in ((f"{tmp_path}/x", f"{tmp_path}/x"), ("~/x", f"{tmp_path}/x")):
+        (place / "settings.yaml").write_text(said.replace("captured", path).replace("asked", path))
+        config = read_settings(file=place / "settings.yaml")
+        assert config.capture_folder == config.consumers["filesystem"]["folder"] == found
+    config = read_settings(file=place / "settings.yaml", capture_folder="rows")
+    assert config.capture_folder == "rows", "as on every command line"
+
+
 def vector(file: Path, *shape: int, seed: int = 0) -> Path:
     np.save(file, np.random.default_rng(seed).normal(size=shape))
     return file

@@ -304,7 +304,7 @@ def test_over_http(server: tuple[httpx.Client, Path]) -> None:
     made = post(client, {"filesystem": {"tag": "http"}, "judge": {"seconds": 0.3}}).json()
     said = made["saesteer"]["consumers"]
     assert said["judge"]["positions"] == [*range(made["usage"]["total_tokens"] - 1)]
-    [there] = written(place / "asked" / "http").values()
+    [there] = written(place / "asked" / "requests" / "http").values()
     assert len(there) == said["filesystem"]["rows"] == len(said["judge"]["positions"])
     response = post(client, {"judge": {}}, stream=True)
     *_, last = [event for event in events_of(response) if event.get("choices")]

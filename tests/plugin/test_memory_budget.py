@@ -18,6 +18,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from bench.dummy import cache_bytes, model_folder
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.loaders.formats import own
+from saesteer.plugin import contract
+from saesteer.plugin.results import counts
 from saesteer.plugin.worker import worker
 from tests.apart import hear, tell
 
@@ -46,8 +48,8 @@ def test_what_is_built_behind_the_weights_counts_as_weights(monkeypatch: pytest.
     made: Any = SimpleNamespace(model_runner=runner, is_driver_worker=True, compile_or_warm_up_model=None)
     made.compile_or_warm_up_model = lambda: None
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
-    monkeypatch.setattr("saesteer.plugin.contract.install", lambda _: None)
-    monkeypatch.setattr("saesteer.plugin.results.counts.attach", lambda *_: None)
+    monkeypatch.setattr(contract, "install", lambda _: None)
+    monkeypatch.setattr(counts, "attach", lambda *_: None)
     for name, stand_in in (("_build", build), ("_wrap_v1", lambda *_: None)):
         monkeypatch.setattr(worker, name, stand_in)
     assets: Any = None
@@ -55,14 +57,6 @@ def test_what_is_built_behind_the_weights_counts_as_weights(monkeypatch: pytest.
     for _ in range(2):
         runner.load_model()
         assert runner.model_memory_usage == 8 * GIB + 6 * GIB + GIB // 4
-
-
-def test_a_runner_without_the_figure_is_left_alone() -> None:
-    """On a CPU nothing is allocated on a device, and vLLM's runner measures nothing."""
-    runner = SimpleNamespace()
-    with worker.counted_as_weights(runner):
-        pass
-    assert vars(runner) == {}
 
 
 @pytest.mark.slow

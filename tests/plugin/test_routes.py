@@ -1,13 +1,15 @@
 """When the admin routes stand in an app, and whom they let in; what they do is in test_admin.py, on a real server."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 from saesteer.config.config import SaesteerConfig
+from saesteer.config.settings import admin_key
 from saesteer.errors import ConfigError
-from saesteer.plugin.http.admin import admin_key
 from tests.plugin.apps import admin_app, ask_admin
 
 
@@ -69,6 +71,18 @@ def test_a_default_module_that_is_required_is_replaced_and_not_cleared(monkeypat
         (400, "missing_field", "module"),
         (400, "unknown_field", "name"),
     ]
+
+
+def test_a_key_in_a_file_opens_the_admin_routes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("admin\n")
+    monkeypatch.delenv("SAESTEER_ADMIN_KEY", raising=False)
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY_FILE", str(tmp_path / "key"))
+    made = admin_app()
+    for key, status in (("admin", 200), ("other", 401)):
+        assert ask_admin(made, "GET", "vectors", headers={"Authorization": f"Bearer {key}"}).status_code == status
+    monkeypatch.setenv("SAESTEER_ADMIN_KEY", "admin")
+    with pytest.raises(ConfigError, match="SAESTEER_ADMIN_KEY and SAESTEER_ADMIN_KEY_FILE are both set"):
+        admin_app()
 
 
 def test_names_with_slashes_are_names(monkeypatch: pytest.MonkeyPatch) -> None:

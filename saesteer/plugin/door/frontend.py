@@ -14,7 +14,6 @@ Wraps, each in the process that talks to clients:
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from copy import copy
@@ -24,8 +23,9 @@ from typing import Any
 
 from saesteer import __version__
 from saesteer.config.assets import Assets
-from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
+from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.config.modules import check_default
+from saesteer.config.settings import admin_key
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
@@ -218,7 +218,7 @@ def _adding_admin_routes(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def _board(parallel: Any) -> Board | None:
     """What several API servers share if names may change; servers without a common engine would miss a change."""
-    if not os.environ.get(ADMIN_KEY):
+    if not admin_key():
         return None
     if parallel.local_engines_only:
         raise unservable.OWN_ENGINES.error()

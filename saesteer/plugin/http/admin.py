@@ -5,7 +5,6 @@ name it: the key is the operator's consent, and without a key every route report
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
+from saesteer.config.settings import admin_key
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
 from saesteer.language.spec import MAX_CHARACTERS, from_json
@@ -123,20 +123,6 @@ def _listens_at(args: Any) -> str:
         return f"unix:{args.uds}:"
     host = args.host or "localhost"
     return f"{'https' if args.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{args.port}"
-
-
-def admin_key() -> str:
-    """The operator's key; empty if there is none.
-
-    Raises:
-        ConfigError: it cannot be sent in a header.
-    """
-    key = os.environ.get(ADMIN_KEY, "")
-    if not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(
-            f"{ADMIN_KEY} holds a blank or another character that no header can carry, expected printable ASCII"
-        )
-    return key
 
 
 class _TooLarge(HTTPException):

@@ -1,7 +1,7 @@
 """The worker's side: dictionaries loaded with the model, rows filled as requests come, a work list before each forward.
 
 Wraps, on instances after the worker has built its runner:
-    runner.load_model                dictionaries and ops, counted with the weights: see counted_as_weights
+    runner.load_model                dictionaries and ops, counted with the weights in vLLM's memory budget
     worker.compile_or_warm_up_model  graphs for each set of sites (graphs.py), and every op must have been hit: a stale
                                      compiled graph is a failed start
     worker.sample_tokens             its output carries where the step's counts will be (counts.py)
@@ -10,8 +10,6 @@ Wraps, on instances after the worker has built its runner:
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,24 +66,28 @@ def attach(worker: Any, assets: Assets) -> None:
     @around_method_of(runner)
     def load_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
-        with counted_as_weights(runner):
-            worker.saesteer = steering = _build(runner, assets)
-            # As in counts.py, no other rank reads. A read might find no room on one of them, and nothing would report
-            # it: its request would go on, unsteered on this rank alone.
-            steering.engine.answers = worker.is_driver_worker
-            # Under torchrun each rank has a scheduler of its own, which no other one hears.
-            parallel = runner.vllm_config.parallel_config
-            apart = parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
-            steering.heard = worker.is_driver_worker and not apart
-            if steering.engine.answers:
-                steering.engine.warm_reads()
-            if hasattr(runner, "model_state"):
-                _wrap_v2(runner, runner.model_state, steering)
-            else:
-                _wrap_v1(runner, steering)
-            counts.attach(worker, steering)
-            if steering.health is not None:
-                health.attach(runner, steering.health)
+        before = torch.cuda.memory_allocated()  # of this worker's device; 0 on a CPU
+        worker.saesteer = steering = _build(runner, assets)
+        # As in counts.py, no other rank reads. A read might find no room on one of them, and nothing would report
+        # it: its request would go on, unsteered on this rank alone.
+        steering.engine.answers = worker.is_driver_worker
+        # Under torchrun each rank has a scheduler of its own, which no other one hears.
+        parallel = runner.vllm_config.parallel_config
+        apart = parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1
+        steering.heard = worker.is_driver_worker and not apart
+        if steering.engine.answers:
+            steering.engine.warm_reads()
+        if hasattr(runner, "model_state"):
+            _wrap_v2(runner, runner.model_state, steering)
+        else:
+            _wrap_v1(runner, steering)
+        counts.attach(worker, steering)
+        if steering.health is not None:
+            health.attach(runner, steering.health)
+        # vLLM 0.26 plans the KV cache with this figure: memory_profiling(weights_memory=...) measures nothing else that
+        # was there before its profiling run. Later releases subtract all memory in use, and only report the figure.
+        if allocated := torch.cuda.memory_allocated() - before:
+            runner.model_memory_usage += allocated
         return loaded
 
     @around_method_of(worker)
@@ -97,19 +99,6 @@ def attach(worker: Any, assets: Assets) -> None:
 
     # Called by name over collective_rpc.
     worker.saesteer_status, worker.saesteer_names = partial(status, worker), partial(rpc.change_pins, worker)
-
-
-@contextmanager
-def counted_as_weights(runner: Any) -> Iterator[None]:
-    """Add what is allocated on the device meanwhile to ``runner.model_memory_usage``.
-
-    vLLM 0.26 plans the KV cache with that figure: memory_profiling(weights_memory=...) measures nothing else that was
-    there before its profiling run. Later releases subtract all memory that is in use, and only report the figure.
-    """
-    before = torch.cuda.memory_allocated()  # of this worker's device; 0 on a CPU
-    yield
-    if allocated := torch.cuda.memory_allocated() - before:
-        runner.model_memory_usage += allocated
 
 
 def _build(runner: Any, assets: Assets) -> Steering:
