@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from saesteer.config.assets import Assets
-from saesteer.config.config import DictionarySource, SaesteerConfig
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.engine.engine import Engine
 from saesteer.loaders.formats import own

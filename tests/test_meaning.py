@@ -12,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saesteer.config.config import DictionarySource, SaesteerConfig
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.sources import DictionarySource
 from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError, SpecError
 from tests.formulas import within

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from saesteer.config.assets import sited
-from saesteer.config.config import DictionarySource
 from saesteer.config.sets import opened
+from saesteer.config.sources import DictionarySource
 from saesteer.errors import ConfigError
 from saesteer.loaders import load
 from saesteer.loaders.formats import own

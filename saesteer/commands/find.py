@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import DICTIONARIES
-from saesteer.config.config import DictionarySource, SaesteerConfig
+from saesteer.config.config import SaesteerConfig
+from saesteer.config.sources import DictionarySource
 from saesteer.errors import ConfigError, printable
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
 

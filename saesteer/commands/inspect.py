@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from saesteer.config.assets import in_words, sited, unserved
-from saesteer.config.config import DictionarySource
 from saesteer.config.sets import check_set, opened
+from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError, printable

@@ -18,7 +18,8 @@ import yaml
 from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
 from saesteer.config import settings
 from saesteer.config.assets import Assets
-from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, DictionarySource, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, SaesteerConfig
+from saesteer.config.sources import DictionarySource
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError
 from saesteer.language.fields import closest

@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from saesteer.config.config import DictionarySource, SaesteerConfig
+from saesteer.config.config import SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
 from saesteer.config.origins import addresses_of, origin_of, refuse_others
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
+from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet, check_vectors
 from saesteer.errors import ConfigError

@@ -14,8 +14,8 @@ from threading import Lock
 
 import torch
 
-from saesteer.config.config import DictionarySource
 from saesteer.config.origins import refuse_others
+from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.dictionaries.rows import FeatureRow
 from saesteer.errors import ConfigError, LoadError

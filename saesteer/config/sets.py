@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from saesteer.config.config import DictionarySource
+from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 from saesteer.language.fields import listing

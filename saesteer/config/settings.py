@@ -29,7 +29,8 @@ from typing import Any
 
 import yaml
 
-from saesteer.config.config import ADMIN_KEY, OPTIONS, PIN, DictionarySource, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, OPTIONS, SaesteerConfig
+from saesteer.config.sources import PIN, DictionarySource
 from saesteer.errors import ConfigError
 from saesteer.language.address import PREFIX
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from saesteer.commands import serve
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
-from saesteer.config.config import LIMITS, DictionarySource, DoseAction, SaesteerConfig, VectorSource
+from saesteer.config.config import LIMITS, DoseAction, SaesteerConfig
 from saesteer.config.modules import read_modules
 from saesteer.config.settings import read_settings
+from saesteer.config.sources import DictionarySource, VectorSource
 from saesteer.errors import ConfigError, LoadError, SaesteerError
 from saesteer.language.sites import KINDS
 from saesteer.language.spec import from_json
