@@ -3,9 +3,10 @@ the product with torch.topk. Knows no engine.
 
     python -m bench.read --out DIR        every case; what is wrong is not timed
 
-The encoder of each case is larger than the GPU's cache, so its weights come from memory. ``choose`` is what comes
-behind the product. torch.topk neither knows thresholds nor promises an order of ties. The floor is the encoder's bytes
-at the rate of a copy in this run, or the product's operations at that of a large product.
+The encoder of each case is larger than the GPU's cache, so its weights come from memory. ``named`` is what features
+that are named take alone, from their own rows of the encoder. torch.topk neither knows thresholds nor promises an order
+of ties. The floor is the encoder's bytes at the rate of a copy in this run, or the product's operations at that of a
+large product.
 
 A case of probes has so many of them at so many sites. ``whole`` is all that a step queues for them: the indices there,
 the rows out of the bank of captures, the scores, and these on their way to the host. ``scores`` and ``gather`` are its
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bench.timing import DEVICE, DTYPE, Ceilings, ceilings, in_graph, machine
-from saesteer.kernels.read.features import Encoder, chosen, dots, read_features, read_features_ref
+from saesteer.kernels.read.features import Encoder, dots, read_features
 from saesteer.kernels.read.rows import Probes, read_probes
 
 ACTIVE = 64  # of a row, about
@@ -113,50 +114,35 @@ def timed(case: Case, ceiling: Ceilings) -> list[dict[str, Any]] | str:
     """A line for each op of the case, or what is wrong."""
     if case.kind == "probes":
         return scored(case, ceiling)
-    from saesteer.kernels.read import product  # Triton need not be there before
-    from saesteer.kernels.read.select import choose, sizes
-
     torch.manual_seed(0)
     one, x = encoder(case), torch.randn(case.rows, case.width, device=DEVICE, dtype=DTYPE)
     named = torch.randint(case.features, (case.named,), device=DEVICE)
-    found = read_features(x, one, case.top_k, named)
-    expected = read_features_ref(x[:64], one, case.top_k, named)
-    few = x[: max(1, (1 << 26) // case.features)]  # what is chosen from at once
-    products, maxima = dots(few, one.w_enc), None
-    if product.serves(x, one, case.top_k):
-        own, maxima = product.best(x, one.b_enc, one, sizes(one, case.top_k, product.FEATURES).size)
-        if not torch.allclose(own, products, atol=1e-3 * case.width**0.5):
-            return f"{case}: its products differ from torch's"
-        products, expected = own, chosen(own, x, one, case.top_k, named)
-    if case.rows * case.features <= 1 << 24 or maxima is not None:
-        if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
-            return f"{case}: differs from the definition"
-    else:  # which works on fewer rows at once, so its products have other last digits
-        same = (found[0][:64] == expected[0]).float().mean().item()
-        if same < 0.95 or not torch.allclose(found[1][:64], expected[1], rtol=1e-3):
-            return f"{case}: differs from the definition, {same:.1%} of the indices are equal"
-    out = [part[: len(few)].clone() for part in found]
-
-    def ours() -> None:
-        choose(products, one.b_enc, one, named, *out, maxima)
+    indices, activations, values = read_features(x, one, case.top_k, named)
+    if not torch.equal(activations, _every(x, one).gather(1, indices.clamp_min(0).long()) * (indices >= 0)):
+        return f"{case}: lists other activations than the product has"
+    if not torch.allclose(values, read_features(x, one, 0, named)[2], rtol=1e-3, atol=1e-3):
+        return f"{case}: named features differ from those that are read alone"
 
     def topk() -> Tensor:
         return dots(x, one.w_enc).topk(case.top_k, dim=1).values
 
     ops: dict[str, Callable[[], object]] = {
         "read": lambda: read_features(x, one, case.top_k, named),
-        "choose": ours,
         "mm": lambda: dots(x, one.w_enc),
         "mm + topk": topk,
     }
+    if case.named and not one.groups:
+        ops["named"] = lambda: read_features(x, one, 0, named)
     bytes_us = one.w_enc.nbytes / ceiling.copy_gb_s / 1e3
     product_us = 2 * x.numel() * case.features / ceiling.matmul_tflop_s / 1e6
-    lines = []
-    for op, launch in ops.items():
-        rows = len(few) if op == "choose" else case.rows
-        least = None if op == "choose" else round(max(bytes_us, product_us), 3)
-        lines.append(_line(case, op, launch, rows, least))
-    return lines
+    least = round(max(bytes_us, product_us), 3)
+    return [_line(case, op, launch, case.rows, None if op == "named" else least) for op, launch in ops.items()]
+
+
+def _every(x: Tensor, one: Encoder) -> Tensor:
+    """All activations of a few rows, in parts as ``read_features`` takes them."""
+    every = torch.arange(one.features, device=DEVICE)
+    return read_features(x, one, 0, every)[2]
 
 
 def main() -> int:

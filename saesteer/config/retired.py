@@ -11,7 +11,7 @@ _log = logging.getLogger("vllm.saesteer")
 RETIRED = {
     "registers": "is derived from max_edits now and ignored",
     "graph_sets": "is always 4 now and ignored",
-    "max_results": "is ignored: max_results_mib bounds results, of which each counts as at least 64 KiB",
+    "max_results": "is bounded by max_results_mib now, of which a result takes 64 KiB at least, and ignored",
 }
 
 

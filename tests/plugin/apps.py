@@ -53,9 +53,9 @@ class Engine:
 def admin_app(api_key: Any = None, additional: Any = None) -> Any:
     """With the admin routes alone, if these are on."""
     made = FastAPI()
-    made.state.args = Namespace(
-        api_key=api_key, additional_config={"saesteer": {}} if additional is None else additional
-    )
+    wire = {"saesteer": {}} if additional is None else additional
+    place = {"host": "0.0.0.0", "uds": None, "middleware": []}
+    made.state.args = Namespace(api_key=api_key, additional_config=wire, **place)
     plugin = EndpointPlugin()
     plugin.attach_router(made)
     asyncio.run(plugin.init_state(Engine(), made.state, made.state.args))
