@@ -186,9 +186,7 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="all when left out")
     parser.add_argument("--no-curves", action="store_true", help="leave out what only the plot needs")
-    parser.add_argument(
-        "--sweep", choices=["edit", "lone", "many", "runs", "encode"], help="time other launches instead"
-    )
+    parser.add_argument("--sweep", choices=["edit", "lone", "many", "encode"], help="time other launches instead")
     parser.add_argument("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="of the sweep")
     parser.add_argument("--form", choices=FORMS, default="normed", help="of the sweep")
     parser.add_argument("--compile", action="store_true", help="check the cases of the first width and form, no more")

@@ -47,10 +47,6 @@ SWEEPS = {
         ("8192 x 4", "8192 x 32"),
         {"num_warps": (4, 8), "tokens": (16, 32, 64), "block_k": (64, 128), "block_n": (64, 128), "stages": (2, 3)},
     ),
-    "runs": Sweep(
-        ("8 + 504 x 32", "256 x 32"),
-        {"num_warps": (4, 8), "block": (128, 256), "slices": (2, 3, 4), "entries": (16, 32)},
-    ),
     "encode": Sweep(
         ("16 x reconstruct", "8192 x reconstruct"),
         {"num_warps": (4, 8), "block_m": (16, 64, 128), "block_n": (64, 128, 256), "block_k": (64, 128)},

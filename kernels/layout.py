@@ -154,8 +154,6 @@ MOST_MANY = 256
 MOST_PARTS = 16
 TILE = 64  # most tokens of an item in a step of many tokens
 PARTIALS = 1024  # rows of scratch for parts of tokens, and arrivals in front of them
-# Here, where no token arrives since only steps of up to PARTIALS / 2 have parts, runs.py says how many tokens it left.
-LEFT = PARTIALS - 1
 LEAST_ROW = 64  # words of such a row at least
 LARGEST = 1e15  # element of an edited stream, so that its squares have a finite sum; NaN becomes this, too
 LARGEST_HALF = 32768.0  # the same in fp16: half of its range, since later layers add to the stream

@@ -55,17 +55,6 @@ class ManyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RunsConfig:
-    """One way to launch the kernel for neighbours with many entries in short steps."""
-
-    num_warps: int
-    tokens: int  # of a turn; a power of two from 16
-    entries: int  # at once; a power of two from 16
-    block: int  # columns at once
-    slices: int  # programs of a group, each with some columns
-
-
-@dataclass(frozen=True, slots=True)
 class FullConfig:
     """One way to launch the kernel for long spans that are reconstructed."""
 
@@ -90,7 +79,6 @@ class EncodeConfig:
 
 _ANY = 1 << 30
 _MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
-_RUNS = RunsConfig(num_warps=8, tokens=16, entries=32, block=256, slices=3)
 _FULL = FullConfig(num_warps=1, decoded=2, ahead=3, programs=8)
 _ENCODE = (
     (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=3, programs=2)),
@@ -106,14 +94,12 @@ class Configs:
     edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
     lone: LoneConfig
     many: ManyConfig = _MANY
-    runs: RunsConfig = _RUNS
     full: FullConfig = _FULL
     encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
 
 
 MAX_WIDTH = 8192
 TILED_ABOVE = 512  # tokens of a step, above which vLLM captures no graph by default, so the host may choose the kernels
-RUNS_ABOVE = 256  # tokens of a step, from where on neighbours of a row with many entries are done together
 MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 
 # In fp32 the tiles above need more shared memory than there is.
@@ -150,7 +136,6 @@ CONFIGS: dict[int, Configs] = {
     MAX_WIDTH: Configs(
         edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2)),),
         lone=LoneConfig(num_warps=8, at_once=1, stages=3, programs=1),
-        runs=replace(_RUNS, slices=5),
         full=replace(_FULL, num_warps=4, programs=3),
     ),
 }
@@ -168,11 +153,6 @@ def configs(width: int) -> Configs:
             if width <= widest:
                 return found
     raise ValueError(f"width {width} is not served: expected 1 to {MAX_WIDTH}")
-
-
-def in_fp32(runs: RunsConfig) -> RunsConfig:
-    """The launch for products in fp32: half as many columns have room in shared memory."""
-    return replace(runs, slices=2 * runs.slices)
 
 
 _T = TypeVar("_T")
@@ -203,7 +183,7 @@ def launch_sizes(bound: Bound, max_tokens: int) -> list[int]:
     tuned = configs(bound.width)
     tables = (tuned.edit, tuned.encode)
     round_ = at_once(bound.scratch.numel(), bound.width, layout.even(bound.dense_size), max_tokens)
-    borders = {1, RUNS_ABOVE, TILED_ABOVE, round_, max_tokens, *(most for table in tables for most, _ in table)}
+    borders = {1, TILED_ABOVE, round_, max_tokens, *(most for table in tables for most, _ in table)}
     return sorted(size for size in borders if 0 < size <= max_tokens)
 
 

@@ -36,7 +36,6 @@ from saesteer.kernels.edit.words import (
     HEAD,
     HELD,
     KIND,
-    LEFT,
     LONE,
     ONE,
     PARTIALS,
@@ -94,7 +93,6 @@ def edit_kernel(
     stride_dense,
     stride_registers,
     kinds,  # bits of the kinds whose rows are done here
-    shared_kinds,  # the same for rows that may be done in parts
     first_token,
     most_tokens,  # this launch does the tokens from first_token on, at most this number
     most_parts,  # most parts of one token
@@ -112,7 +110,6 @@ def edit_kernel(
     HAS_KEPT: tl.constexpr,  # whether transcoders are reconstructed from here or to here
     HAS_CAPTURES: tl.constexpr,  # whether tokens may be captured
     ROUNDS: tl.constexpr,  # whether this launch does only some of the step's tokens
-    RUNS: tl.constexpr,  # whether runs.py has done some of them
     PDL: tl.constexpr,  # whether it may begin while the kernel in front of it ends
 ):
     """x[token] += the deltas of its row's entries at this site, for all listed tokens; see ops.edit_.
@@ -140,8 +137,6 @@ def edit_kernel(
     site_number = kept(site)
     number = HEAD + SPAN * site_number
     n_items = tl.where(site_number < 0, 0, n_items)
-    if RUNS:
-        n_items = tl.where(kept(scratch.to(tl.pointer_type(tl.int32)) + LEFT) == 0, 0, n_items)
 
     first_item = 0
     if ROUNDS:
@@ -163,9 +158,7 @@ def edit_kernel(
         begin = kept(entries + number + BEGIN)
         site_end = kept(entries + number + END)
         end = site_end
-        parts = kept(entries + number + PARTS)
-        wanted = tl.where(parts > 1, shared_kinds, kinds)
-        parts = tl.minimum(parts, most_parts)
+        parts = tl.minimum(kept(entries + number + PARTS), most_parts)
         kind = kept(entries + number + KIND)
         groups = kept(entries + number + GROUPS)
         dense_base = 0
@@ -179,7 +172,7 @@ def edit_kernel(
         source = word(lone + SIZE, True)
         here = tl.load(positions + token, mask=exists, other=0).to(tl.int32)
         place = token - first_token
-        mine = (part < parts) & ((kind & wanted) != 0) & exists
+        mine = (part < parts) & ((kind & kinds) != 0) & exists
         mine = mine & (place >= 0) & (place < most_tokens)
         at = token.to(tl.int64) * WIDTH
         cell = cells + token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,12 @@ from saesteer.kernels.early import early
 from saesteer.kernels.edit.captured import capture
 from saesteer.kernels.edit.configs import (
     EXACT_ENCODE,
-    RUNS_ABOVE,
     TILED_ABOVE,
     Configs,
     at_once,
     block,
     configs,
     for_tokens,
-    in_fp32,
     parts,
 )
 from saesteer.kernels.edit.edit import edit_kernel
@@ -28,7 +26,6 @@ from saesteer.kernels.edit.encode import encode_kernel
 from saesteer.kernels.edit.full import full_kernel
 from saesteer.kernels.edit.lone import lone_kernel
 from saesteer.kernels.edit.many import many_kernel
-from saesteer.kernels.edit.runs import runs_kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,18 +60,15 @@ def edit_triton(
     *,
     tuned: Configs | None = None,
     tiled: bool | None = None,
-    runs: bool | None = None,
 ) -> None:
     """Launch what the step needs. Arguments as for the op `edit_`, which has checked them.
 
-    During capture, and in steps of up to TILED_ABOVE tokens, the number of tokens alone says which kernel does a row,
-    so a captured launch serves any work list. In other steps the host's `kinds` choose, too.
+    During capture, and in steps of up to TILED_ABOVE tokens, the edit kernel does every row, so a captured launch
+    serves any work list. In other steps the host's `kinds` choose the kernels.
 
     Args:
         tuned: other launch parameters, for benchmarks.
         tiled: whether to choose by `kinds`, whatever the step is; for tests and benchmarks. Items span layout.TILE
-            tokens.
-        runs: whether neighbours with many entries are done together, whatever the step is; for tests. Items are single
             tokens.
     """
     tokens, width = stream.shape
@@ -93,9 +87,6 @@ def edit_triton(
             return
     if tiled is None:
         tiled = tokens > TILED_ABOVE and not captured
-    if runs is None:
-        runs = not tiled and RUNS_ABOVE < tokens <= TILED_ABOVE
-    runs = runs and bool(wanted & layout.MANY)
     tuned = tuned or configs(width)
     read: Any = (stream, second, norm_weight, bound.table, bound.index, bound.work, bound.positions)
     common: Any = (*read, bound.w_enc, bound.w_dec)
@@ -117,9 +108,9 @@ def edit_triton(
             **_constants(lone),
             **waits,
         )
-    room = layout.dense_words(width) - layout.PARTIALS
     if tiled and wanted & layout.MANY:
         many = tuned.many
+        room = layout.dense_words(width) - layout.PARTIALS
         most = -(-layout.MOST_MANY // many.entries) * many.entries
         many_kernel[(min(tokens, room // (many.tokens * most), cores * many.programs),)](
             *common,
@@ -131,23 +122,6 @@ def edit_triton(
             EXACT=exact,
             **form_of,
             **_constants(many),
-            **waits,
-        )
-    if runs:
-        of_group = in_fp32(tuned.runs) if exact else tuned.runs
-        if cores < of_group.slices:  # no program may wait for one that is not running; in the interpreter, just one is
-            of_group = replace(of_group, slices=1)
-        most = -(-layout.MOST_MANY // of_group.entries) * of_group.entries
-        groups = min(tokens, room // (of_group.slices * of_group.tokens * (2 * most + 1)), cores // of_group.slices)
-        runs_kernel[(groups * of_group.slices,)](
-            *common,
-            counts,
-            scratch,
-            *rest,
-            most,
-            EXACT=exact,
-            **form_of,
-            **_constants(of_group),
             **waits,
         )
     full = tiled and dense_size > 0 and wanted & layout.FULL
@@ -221,7 +195,6 @@ def edit_triton(
             dense_size,
             bound.registers.stride(0),
             kept,
-            layout.ANY if runs else kept,
             first,
             round_,
             share,
@@ -231,7 +204,6 @@ def edit_triton(
             HAS_KEPT=bound.kept is not None,
             HAS_CAPTURES=bound.before is not None,
             ROUNDS=round_ < places,
-            RUNS=runs,
             **form_of,
             **_constants(edit),
             **waits,

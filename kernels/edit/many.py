@@ -1,7 +1,7 @@
 """The Triton kernel for spans of tokens with many entries: matrix products on tensor cores.
 
-It does the rows that layout.py calls MANY in long steps, a program for each turn of tokens. In shorter steps, runs.py
-does them, with pieces of this file. Both sum in another order than edit.py.
+It does the rows that layout.py calls MANY in long steps, a program for each turn of tokens, and sums in another order
+than edit.py, which does them in shorter steps.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -57,7 +57,7 @@ def _products(
 
 
 @triton.jit
-def deltas(acc, words, inside, exists, position):
+def _deltas(acc, words, inside, exists, position):
     """f' - f of each token and entry: [TOKENS, ENTRIES]; words are the entries'."""
     _, lo, hi, flags, _, mul, add, low, high, bias, threshold, gain = words
     pre = acc + bias[None, :]
@@ -67,7 +67,7 @@ def deltas(acc, words, inside, exists, position):
 
 
 @triton.jit
-def count(delta, words, inside, counter):
+def _count(delta, words, inside, counter):
     """Count the tokens of each entry that it changes; words are the entries'."""
     many = tl.sum((delta != 0.0).to(tl.int32), axis=0)
     column = words[3] >> COUNTER
@@ -75,7 +75,7 @@ def count(delta, words, inside, counter):
 
 
 @triton.jit
-def add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+def _add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.constexpr):
     """y + delta @ w_dec[:, cols], nearly as exact as fp32: a delta is split into two numbers of the weights' dtype."""
     d = rows(w_dec, starts, inside, cols, WIDTH)
     if EXACT:
@@ -91,7 +91,7 @@ def add(y, delta, w_dec, starts, inside, cols, WIDTH: tl.constexpr, EXACT: tl.co
 
 
 @triton.jit
-def stored(stream, second, at, y, mask, FORM: tl.constexpr):
+def _stored(stream, second, at, y, mask, FORM: tl.constexpr):
     """Store a tile of edited tokens, which are rounded already; its squares."""
     tl.store(stream + at, y, mask=mask)
     if FORM == PAIR:
@@ -100,7 +100,7 @@ def stored(stream, second, at, y, mask, FORM: tl.constexpr):
 
 
 @triton.jit
-def put_normed(
+def _put_normed(
     second, at, y, scale, cols, mask, norm_weight, weight_offset, WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr
 ):
     """Store what the norm makes of a tile; scale is that of each token."""
@@ -146,8 +146,8 @@ def _edit(
         of_entries = unpack(entries + begin + (first + lanes) * ENTRY, inside)
         starts = of_entries[0].to(tl.int64) * WIDTH
         acc = _products(stream, second, w_enc, starts, inside, x_at, exists, WIDTH, BLOCK_K, STAGES, FORM, EXACT)
-        delta = deltas(acc, of_entries, inside, exists, position)
-        count(delta, of_entries, inside, counter)
+        delta = _deltas(acc, of_entries, inside, exists, position)
+        _count(delta, of_entries, inside, counter)
         changed += tl.sum((delta != 0.0).to(tl.int32), axis=1)
         tl.store(own + first, delta)
     tl.debug_barrier()
@@ -163,8 +163,8 @@ def _edit(
                 at = x_at[:, None] + cols[None, :]
                 mask = keep[:, None] & (cols < WIDTH)[None, :]
                 x = tile(stream, second, at, mask, FORM)
-                y = add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
-                squares += stored(stream, second, at, rounded(y, stream.dtype.element_ty), mask, FORM)
+                y = _add(x.to(tl.float32), delta, w_dec, starts, inside, cols, WIDTH, EXACT)
+                squares += _stored(stream, second, at, rounded(y, stream.dtype.element_ty), mask, FORM)
         else:
             for start in range(0, WIDTH, BLOCK_N):
                 cols = start + tl.arange(0, BLOCK_N)
@@ -175,8 +175,8 @@ def _edit(
                     inside = first + lanes < number_of
                     slot = word(entries + begin + (first + lanes) * ENTRY + SLOT, inside)
                     starts = slot.to(tl.int64) * WIDTH
-                    y = add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
-                squares += stored(stream, second, at, rounded(y, stream.dtype.element_ty), mask, FORM)
+                    y = _add(y, tl.load(own + first), w_dec, starts, inside, cols, WIDTH, EXACT)
+                squares += _stored(stream, second, at, rounded(y, stream.dtype.element_ty), mask, FORM)
         if FORM == NORMED:
             tl.debug_barrier()
             scale = tl.rsqrt(tl.sum(squares, axis=1) / WIDTH + eps)
@@ -185,7 +185,7 @@ def _edit(
                 at = x_at[:, None] + cols[None, :]
                 mask = keep[:, None] & (cols < WIDTH)[None, :]
                 y = tl.load(stream + at, mask=mask, other=0.0)
-                put_normed(second, at, y, scale, cols, mask, norm_weight, weight_offset, WIDTH, HAS_WEIGHT)
+                _put_normed(second, at, y, scale, cols, mask, norm_weight, weight_offset, WIDTH, HAS_WEIGHT)
     tl.debug_barrier()
 
 

@@ -34,14 +34,13 @@ class Path:
 
     span: int = 1  # tokens of an item at most
     tiled: bool = False  # rows of a kind that a tile kernel takes go there
-    runs: bool = False  # neighbours in a row with many entries go there together
     tuned: Configs | None = None
 
     def __str__(self) -> str:
-        return f"span{self.span}{'-tiled' * self.tiled}{'-runs' * self.runs}"
+        return f"span{self.span}{'-tiled' * self.tiled}"
 
 
-TOKEN, IN_RUNS, SPANS, TILED = Path(), Path(runs=True), Path(layout.TILE), Path(layout.TILE, True)
+TOKEN, SPANS, TILED = Path(), Path(layout.TILE), Path(layout.TILE, True)
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Call:
         bound = self.bound(place, state, scratch.to(place))
         with np.errstate(all="ignore"):  # what a lane computes and nobody uses: a GPU says nothing of it
             given = stream, second, norm_weight, counts, bound, self.form, EPS, OFFSET
-            edit_triton(*given, tuned=path.tuned, tiled=path.tiled, runs=path.runs)
+            edit_triton(*given, tuned=path.tuned, tiled=path.tiled)
         state.stream.copy_(stream)
         if state.second is not None and second is not None:
             state.second.copy_(second)
@@ -121,7 +120,7 @@ class Call:
             if getattr(state, name) is not None:
                 getattr(state, name).copy_(getattr(bound, name))
         state.counts.copy_(counts)
-        assert not bound.scratch[: layout.LEFT].any(), "arrivals are left behind"
+        assert not bound.scratch[: layout.PARTIALS].any(), "arrivals are left behind"
 
 
 def cut(tokens: Sequence[tuple[int, int, int]], span: int) -> list[tuple[int, int, int, int]]:

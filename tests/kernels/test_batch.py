@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE
-from tests.kernels.harness import GPU, IN_RUNS, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
+from tests.kernels.harness import GPU, TILED, TOKEN, Call, Case, Path, State, a_world, bits, kinds_of, work_of
 from tests.kernels.requests import Wish
 from tests.kernels.shapes import DRAWN, PATHS, SHAPES, Shape
 from tests.kernels.tables import Entry, make_positions, make_table, write_row
@@ -80,7 +80,7 @@ def test_a_request_gets_the_same_bits_in_any_company(
 @pytest.mark.parametrize("path", [None, *PATHS], ids=str)
 def test_counts_are_exact_over_many_tokens(path: Path | None, entries: int) -> None:
     """Each entry of two requests changes the tokens of its window; neighbouring ones share a counter."""
-    many = 1000 if GPU else 70 if path in (None, TILED) else 20 if path is IN_RUNS else 5
+    many = 1000 if GPU else 70 if path in (None, TILED) else 5
     lows = [7 * entry % many for entry in range(entries)]
     group = [Entry(0, shift=1.0, lo=lo, hi=many - lo // 2, counter=at // 2) for at, lo in enumerate(lows)]
     table = make_table([[[group]], [[group[: entries // 2 + 1]]]], 1)

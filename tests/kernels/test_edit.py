@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.kernels.edit.configs import EditConfig, block, configs
-from saesteer.kernels.layout import BARE, NORMED, PAIR, TILE
+from saesteer.kernels.edit.configs import EditConfig, block, configs, parts
+from saesteer.kernels.layout import BARE, MOST_PARTS, NORMED, PAIR, TILE
 from tests.kernels.calls import FORMS
-from tests.kernels.harness import GPU, IN_RUNS, SPANS, TILED, TOKEN, Path, check
+from tests.kernels.harness import GPU, SPANS, TILED, TOKEN, Path, check
 from tests.kernels.requests import Wish
 from tests.kernels.shapes import DRAWN, DTYPES, MOST_EDITS, PATHS, SHAPES, WIDTHS, Shape
 
@@ -71,22 +71,11 @@ def test_any_step_of_items(wished: list[Wish], shape: Shape, tiled: bool, seed: 
 
 @TYPED
 @pytest.mark.parametrize("edits", [1, 3, 8, 37], ids="edits{}".format)
-@pytest.mark.parametrize("path", [IN_RUNS, TILED], ids=str)
-def test_a_group_on_runs_of_any_length(path: Path, edits: int, dtype: torch.dtype, form: int) -> None:
-    """Neighbours, or items of 1 to TILE tokens, by the tile kernels: few edits in one, many in the other."""
+def test_a_group_on_runs_of_any_length(edits: int, dtype: torch.dtype, form: int) -> None:
+    """Items of 1 to TILE tokens, by the tile kernels: one edit in one, several in the other."""
     runs = RUNS if GPU else {1: [1, 65], 3: [3, 63], 8: [64, 2], 37: [130, 1]}[edits]
     wished = [Wish("clamps", edits, tokens) for tokens in runs]
-    assert check(wished, path, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
-
-
-@TYPED
-def test_programs_that_share_a_turn(dtype: torch.dtype, form: int) -> None:
-    """Each some columns, on a GPU, and the last one may have none; entries at once, or one chunk after the other."""
-    runs = replace(configs(576).runs, block=128)
-    wished = [Wish("clamps", edits, tokens) for edits, tokens in ((20, 18), (40, 17), (8, 1), (1, 2))]
-    for width in (130, 576):
-        path = replace(IN_RUNS, tuned=replace(configs(width), runs=runs))
-        assert check(wished, path, width=width, dtype=dtype, form=form, seed=width) > 4
+    assert check(wished, TILED, width=37, dtype=dtype, form=form, seed=edits) > sum(runs) // 8
 
 
 @FORMS
@@ -109,6 +98,14 @@ def test_programs_that_share_a_token(edits: int, gated: bool) -> None:
     """A single group of more than four entries is cut in parts; its neighbours have none, or others."""
     wished = [Wish("clamps", edits, 2, gated), Wish("list", 3, 2), Wish("clamps", 6, 1)]
     assert check(wished, TOKEN, width=130, dtype=torch.float32, form=NORMED, seed=edits) > 2
+
+
+@pytest.mark.parametrize("tokens", [260, 330, 345, 500])
+def test_programs_that_share_a_token_at_the_end_of_a_long_step(tokens: int) -> None:
+    """Scratch has 1,024 rows for sums of parts: each token has three of them in steps up to 341, and two up to 512."""
+    assert parts(tokens, MOST_PARTS) == (3 if tokens <= 341 else 2)
+    wished = [Wish("none", 0, tokens - 24), Wish("clamps", 13, 20), Wish("list", 3, 1), Wish("clamps", 1, 3)]
+    assert check(wished, TOKEN, width=130, dtype=torch.float32, form=NORMED, seed=tokens) > 2
 
 
 @FORMS

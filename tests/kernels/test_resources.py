@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from saesteer.kernels import layout
-from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs, in_fp32
+from saesteer.kernels.edit.configs import EXACT_ENCODE, block, configs
 from tests.apart import hear, tell
 
 MOST = 227 * 1024  # bytes of shared memory that a program may have there
@@ -28,13 +28,11 @@ def launches(width: int, exact: bool) -> Iterator[tuple[str, str, int, dict[str,
         blocks_of = {"BLOCK_M": encode.block_m, "BLOCK_N": encode.block_n, "BLOCK_K": encode.block_k}
         more = {"STAGES": encode.stages, "HAS_NORMS": True, "ROUNDS": True, "EXACT": exact}
         yield "edit.encode", "encode_kernel", encode.num_warps, {**blocks_of, **more}
-    many, runs = tuned.many, in_fp32(tuned.runs) if exact else tuned.runs
+    many = tuned.many
     turns = {"TOKENS": many.tokens, "SHARES": layout.TILE // many.tokens, "ENTRIES": many.entries}
     tiles = {"BLOCK_K": many.block_k, "BLOCK_N": many.block_n, "BLOCK_Z": many.block_z, "STAGES": many.stages}
     tiles |= {"AHEAD_Z": many.ahead_z}
     yield "edit.many", "many_kernel", many.num_warps, {**turns, **tiles, "EXACT": exact, "HAS_WEIGHT": True}
-    turns = {"TOKENS": runs.tokens, "SLICES": runs.slices, "ENTRIES": runs.entries, "BLOCK": runs.block}
-    yield "edit.runs", "runs_kernel", runs.num_warps, {**turns, "EXACT": exact, "HAS_WEIGHT": True}
     lone = tuned.lone
     turns = {"LEAST": max(lone.at_once, 4), "AT_ONCE": lone.at_once, "STAGES": lone.stages}
     yield "edit.lone", "lone_kernel", lone.num_warps, {"BLOCK": block(lone.num_warps), "HAS_WEIGHT": True, **turns}
@@ -55,7 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 def test_every_launch_fits_the_shared_memory(found: dict[str, Any]) -> None:
     shared = found["shared"]
-    assert len(shared) == len(WIDTHS) * (3 + 2 * 4 + 1) + 1
+    assert len(shared) == len(WIDTHS) * (3 + 2 * 3 + 1) + 1
     assert {name: used for name, used in shared.items() if used > MOST} == {}
 
 
@@ -127,7 +125,7 @@ def main() -> None:
                 early[f"{name} {at} {floats} {width}"] = order(made)
     sizes = {"WIDTH": 64, "BLOCK": 256, "CHUNK": 4, "GATHER": 4, "LISTED": 64, "DECODED": 4, "AHEAD": 3}
     given: dict[str, Any] = {"FORM": layout.NORMED, "HAS_WEIGHT": True, "HAS_NORMS": True, "HAS_KEPT": True}
-    given |= {"HAS_CAPTURES": True, "ROUNDS": True, "RUNS": False, "PDL": True}
+    given |= {"HAS_CAPTURES": True, "ROUNDS": True, "PDL": True}
     edit = import_module("saesteer.kernels.edit.edit").edit_kernel
     for name, dense in (("edit_kernel", False), (BEHIND, True)):
         early[name] = order(compiled(edit, "bf16", 1, {**sizes, **given, "HAS_DENSE": dense}))

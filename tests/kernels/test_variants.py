@@ -17,7 +17,7 @@ from saesteer.kernels import layout
 from saesteer.kernels.edit import launch
 from saesteer.kernels.edit.configs import CONFIGS, launch_sizes
 
-KERNELS = ("edit_kernel", "encode_kernel", "full_kernel", "lone_kernel", "many_kernel", "runs_kernel")
+KERNELS = ("edit_kernel", "encode_kernel", "full_kernel", "lone_kernel", "many_kernel")
 Variant = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -83,3 +83,12 @@ def test_a_step_launches_nothing_that_warm_up_has_not(
     kinds = data.draw(st.integers(0, layout.KERNELS)) & layout.KERNELS
     capturing = data.draw(st.sampled_from([0, layout.BEFORE, layout.AFTER, layout.BEFORE | layout.AFTER]))
     assert launched(bound, tokens, kinds | capturing) <= warm
+
+
+@pytest.mark.parametrize("width", [min(width, 5376) for width in CONFIGS])
+@pytest.mark.parametrize("tokens", [1, 16, 256, 257, 511, 512, 513])
+def test_one_kernel_edits_every_row_of_a_step_that_may_be_captured(tokens: int, width: int) -> None:
+    """So it finds the rows of any list that is replayed there; a longer step has others for most rows."""
+    bound = site(width, 300, layout.TILE, 1024)
+    names = {name for name, _ in launched(bound, tokens, layout.KERNELS)}
+    assert names == ({"encode_kernel", "edit_kernel"} if tokens <= 512 else set(KERNELS))

@@ -76,7 +76,7 @@ def run(kernel: bool, bounds: list[Bound], tiled: bool) -> tuple[list[Tensor], T
             else:
                 edit_ref_(stream, None, None, counts, bound, layout.BARE, 0.0, 0.0)
         found.append(stream.cpu())
-    assert not bounds[0].scratch[: layout.LEFT].any(), "arrivals are left behind"
+    assert not bounds[0].scratch[: layout.PARTIALS].any(), "arrivals are left behind"
     return found, counts.cpu()
 
 
