@@ -147,10 +147,12 @@ def convert(
     ] = None,
     form: Annotated[
         str | None,
-        typer.Option("--from", metavar="SYSTEM", help="PLACE is a JSON request of another system; print it as a spec."),
+        typer.Option(
+            "--from", metavar="neuronpedia", help="PLACE is a JSON request of Neuronpedia; print it as a spec."
+        ),
     ] = None,
 ) -> None:
-    """Write a dictionary as saesteer's own file, whose rows are read fastest; or another system's request as a spec."""
+    """Write a dictionary as saesteer's own file, whose rows are read fastest; or Neuronpedia's request as a spec."""
     if form is not None:
         import json
 
@@ -166,7 +168,7 @@ def convert(
     from saesteer.commands.convert import run
 
     if target is None:
-        raise ConfigError("convert needs FILE, the name of a new file that ends in .safetensors; or --from SYSTEM")
+        raise ConfigError("convert needs FILE, the name of a new file that ends in .safetensors; or --from neuronpedia")
     typer.echo(run(place, target, dtype=dtype))
 
 
@@ -177,15 +179,22 @@ def features(
     model: Model = "demo",
     top_k: Annotated[int, typer.Option("--top-k", min=1, max=64, help="Features for each token.")] = 5,
     chat: Annotated[bool, typer.Option("--chat", help="Treat TEXT as a user's message in the chat template.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page of HTML.")] = None,
     backend: Runs = None,
     verbose: Verbose = False,
 ) -> None:
     """Show the strongest features of a text, token by token."""
     from saesteer.commands.features import choose, run
 
-    config, chosen = read_settings(dictionary), choose(backend)
-    run(Console(), model, config, text, top_k=top_k, chat=chat, backend=chosen, html=html, verbose=verbose)
+    run(
+        Console(),
+        model,
+        read_settings(dictionary),
+        text,
+        top_k=top_k,
+        chat=chat,
+        backend=choose(backend),
+        verbose=verbose,
+    )
 
 
 @app.command()

@@ -1,5 +1,4 @@
-"""`saesteer features`: the strongest features of a text, token by token, in the terminal and as a page of HTML.
-
+"""`saesteer features`: the strongest features of a text, token by token, in the terminal.
 
 An engine reads them, or Transformers where there is no vLLM; the answers of both are the same JSON.
 """
@@ -7,7 +6,6 @@ An engine reads them, or Transformers where there is no vLLM; the answers of bot
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
@@ -16,11 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from saesteer.commands.page import Active, Listing, Token, page
 from saesteer.commands.reading import read, tokenizer_of, tokens_of
 from saesteer.commands.serve import check, need_vllm, resolve
 from saesteer.commands.waiting import load_model, steps
-from saesteer.commands.written import check_folder, write
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
@@ -58,7 +54,6 @@ def run(
     top_k: int = 5,
     chat: bool = False,
     backend: Backend = "hf",
-    html: Path | None = None,
     verbose: bool = False,
 ) -> None:
     """Print a table for each dictionary.
@@ -71,14 +66,11 @@ def run(
         top_k: features for each token.
         chat: see `text`.
         backend: `vllm`: an engine in a process of its own; `hf`: Transformers, in float32.
-        html: also write a page there; an older one is replaced.
         verbose: show vLLM's output.
 
     Raises:
-        SaesteerError: the model or a dictionary is invalid, the text is empty or too long, or the page cannot be
-            written.
+        SaesteerError: the model or a dictionary is invalid, or the text is empty or too long.
     """
-    check_folder("--html", html)
     place, config, options = _resolved(model, config)
     tokenizer = tokenizer_of(place)
     ids = tokens_of(tokenizer, text, chat=chat)
@@ -93,16 +85,8 @@ def run(
         with steps(console, hidden=verbose) as show:
             show("Reading the text")
             [answer] = read(place, config, options, [ids], returns, verbose=verbose)
-    listings = [_listing(entry, assets, words) for entry in answer["features"]]
-    for listing in listings:
-        table = Table("", "token", escape(listing.title), box=box.ROUNDED)
-        for token in listing.tokens:
-            if token.active:
-                word = Text(repr(token.text)[1:-1], style=f"on {_colour(token.strength)}")
-                table.add_row(str(token.position), word, Text("   ".join(map(str, token.active))))
-        console.print(table)
-    if html is not None:
-        write("--html", html, page(f"Features of {model}", listings))
+    for entry in answer["features"]:
+        console.print(_table(entry, assets, words))
 
 
 def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
@@ -153,24 +137,23 @@ def _wanted(assets: Assets, top_k: int) -> list[dict[str, Any]]:
     return found
 
 
-def _listing(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Listing:
-    """An answer's entry, with the text of its tokens."""
+def _table(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Table:
+    """A row for each token with active features, coloured by the strongest, relative to the text's strongest."""
     info = assets.info(entry["dictionary"], entry.get("layer"))
 
-    def share(feature: int, value: float) -> float | None:
+    def shown(feature: int, value: float) -> str:
         known = largest(info, feature)
-        return value / known if known else None
+        return f"{feature} {value:.2f}" + (f" ({value / known:.0%})" if known else "")
 
-    found = [
-        (row["position"], tuple(Active(feature, value, share(feature, value)) for feature, value in row["top"]))
-        for row in entry["rows"]
-    ]
-    top = max((abs(one.value) for _, active in found for one in active), default=0.0)
-    tokens = tuple(
-        Token(position, words[position], active, abs(active[0].value) / top if active else 0.0)
-        for position, active in found
-    )
-    return Listing(f"strongest features of {entry['dictionary']}, at {entry['site']}", tokens)
+    title = f"strongest features of {entry['dictionary']}, at {entry['site']}"
+    table = Table("", "token", escape(title), box=box.ROUNDED)
+    rows = [row for row in entry["rows"] if row["top"]]
+    most = max((abs(value) for row in rows for _, value in row["top"]), default=0.0)
+    for row in rows:
+        strength = abs(row["top"][0][1]) / most if most else 0.0
+        word = Text(repr(words[row["position"]])[1:-1], style=f"on {_colour(strength)}")
+        table.add_row(str(row["position"]), word, Text("   ".join(shown(*one) for one in row["top"])))
+    return table
 
 
 def _colour(strength: float) -> str:

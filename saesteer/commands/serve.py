@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,9 +23,10 @@ from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError
-from saesteer.language.fields import closest
 from saesteer.models.families import other_widths
 
+# How alike a typo is: every flag of vLLM is less like any of ours (--model and --module: 0.8).
+_NEAR = 0.85
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
 _OWN_CONFIG = (
     *("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format"),
@@ -120,27 +122,16 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
 
 
 def refuse_typos(flags: Sequence[str]) -> None:
-    """Refuse a flag that is nearly one of ours, which vLLM would refuse only after it has been imported.
+    """Refuse a flag that is nearly one of ours, which vLLM's parser would refuse only after it has been imported.
 
     Raises:
-        ConfigError: there is one, and vLLM has none of this name.
+        ConfigError: there is one.
     """
     ours = [flag for one in OPTIONS.values() for flag in one.flag.split("/")]
     for word in flags:
         flag = re.split("[=.]", word.replace("_", "-"))[0]
-        hint = closest(flag, ours) if flag.startswith("--") else ""
-        if hint and not _is_of_vllm(flag):
-            raise ConfigError(f"{flag} is no flag of saesteer{hint}")
-
-
-def _is_of_vllm(flag: str) -> bool:
-    """Whether vLLM's source names a flag, or a field that makes one: its import would take seconds."""
-    spec = importlib.util.find_spec("vllm")
-    root = Path(str(spec and spec.origin)).parent
-    name = re.escape(flag.removeprefix("--").removeprefix("no-"))
-    named = re.compile(rf"[\"']--{name}|^    {name.replace(re.escape('-'), '_')}\w*:", re.MULTILINE)
-    files = [root / "engine/arg_utils.py", *root.glob("entrypoints/**/*.py")]
-    return any(named.search(file.read_text(encoding="utf-8")) for file in files if file.is_file())
+        if near := get_close_matches(flag, ours if flag.startswith("--") else [], 1, _NEAR):
+            raise ConfigError(f"{flag} is no flag of saesteer (did you mean {near[0]!r}?)")
 
 
 def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from saesteer.commands.embedded import DEMO_SAE, DEMO_TRANSCODER
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
+from tests.plugin.apps import parser_of_vllm
 
 
 class Became(Exception):
@@ -325,21 +325,29 @@ def test_a_key_that_everybody_has_is_refused(
         serve.serve(model, read_settings([]), flags, "another")
 
 
-def test_a_flag_that_is_nearly_ours_is_refused_unless_it_is_of_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "entrypoints").mkdir()
-    (tmp_path / "engine" / "arg_utils.py").write_text('add("--max-model-edits", **kwargs)')
-    (tmp_path / "entrypoints" / "cli_args.py").write_text("class Args:\n    max_dosage: int = 3\n")
-    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    serve.refuse_typos(
-        ["--max-model-edits", "3", "--max_dosage=4", "--no-max-dosage", "--port", "1", "-tp", "max-edit"]
-    )
-    for word in ("--max-edit", "--max_edit=3", "--max-edit.x=3"):
-        with pytest.raises(ConfigError, match=r"--max-edit is no flag of saesteer \(did you mean '--max-edits'\?\)"):
-            serve.refuse_typos(["--port", "1", word])
+@pytest.mark.parametrize(
+    ("word", "typo", "ours"),
+    [
+        ("--max-edit", "--max-edit", "--max-edits"),
+        ("--max_edit=3", "--max-edit", "--max-edits"),
+        ("--max-edit.x=3", "--max-edit", "--max-edits"),
+        ("--dictonary", "--dictonary", "--dictionary"),
+        ("--site", "--site", "--sites"),
+        ("--raeds", "--raeds", "--reads"),
+        ("--no-playgroud", "--no-playgroud", "--no-playground"),
+    ],
+)
+def test_a_flag_that_is_nearly_ours_is_refused(word: str, typo: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve.refuse_typos(["--port", "1", word])
+    assert str(caught.value) == f"{typo} is no flag of saesteer (did you mean {ours!r}?)"
+
+
+def test_no_flag_of_vllm_is_refused() -> None:
+    serve.refuse_typos(["--port", "1", "-tp", "max-edit"])
+    flags = [*parser_of_vllm()._option_string_actions]
+    assert "--model" in flags and len(flags) > 100
+    serve.refuse_typos(flags)
 
 
 def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:

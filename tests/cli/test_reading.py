@@ -164,6 +164,8 @@ def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setattr(features, "tokens_of", lambda tokenizer, text, chat: [0, 1, 2, 3])
 
     def run(rows: list[dict[str, Any]], **how: Any) -> str:
+        """What a console, made with these options, prints."""
+
         def read(place: str, config: Any, options: Any, prompts: Any, returns: Any, **_: Any) -> Any:
             scope = {"skip_first": 1}
             assert (prompts, returns) == (
@@ -173,8 +175,8 @@ def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             return [{"features": [{"dictionary": NAME, "site": "resid_post.15", "at": "before", "rows": rows}]}]
 
         monkeypatch.setattr(features, "read", read)
-        console = Console(width=200, file=StringIO())
-        features.run(console, "any", config, "x", top_k=2, backend="vllm", **how)
+        console = Console(width=200, file=StringIO(), **how)
+        features.run(console, "any", config, "x", top_k=2, backend="vllm")
         said: str = console.file.getvalue()  # type: ignore[attr-defined]
         return said
 
@@ -188,35 +190,28 @@ ROWS = [
 ]
 
 
-def test_features_are_a_table_and_a_page(place: str, spoken: Callable[..., str], tmp_path: Path) -> None:
+def test_features_are_a_table(place: str, spoken: Callable[..., str]) -> None:
     largest = torch.zeros(40)
     largest[7], largest[39] = 8.0, 4.0  # 9 was never active, so its share is unknown
     max_act.write(Path(place), alone(Path(place)), largest, tokens=1)
-    said = spoken(ROWS, html=tmp_path / "page.html")
+    said = spoken(ROWS)
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
     assert table == [
         ["", "token", f"strongest features of {NAME}, at resid_post.15"],
         ["1", "<b>", "7 4.00 (50%)   9 1.00"],
         ["3", "end", "39 2.00 (50%)"],
     ]
-    page = (tmp_path / "page.html").read_text()
-    assert 'title="7 4.00 (50%)\n9 1.00"> &lt;b&gt;</span>' in page
-    assert [float(one) for one in re.findall(r"255 / ([\d.]+)", page)] == [0.7, 0, 0.35]
 
 
-def test_the_colour_of_a_signed_activation_is_its_size(spoken: Callable[..., str], tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"position": 1, "top": [[7, -4.0], [9, 1.0]]}, {"position": 3, "top": [[39, 2.0]]}]
-    for top in (rows, [{**row, "top": [[one, -abs(value)] for one, value in row["top"]]} for row in rows]):
-        spoken(top, html=tmp_path / "page.html")
-        found = re.findall(r"255 / ([-\d.]+)", (tmp_path / "page.html").read_text())
-        assert [float(one) for one in found] == [0.7, 0.35]
+def test_the_colour_of_an_activation_is_its_size(spoken: Callable[..., str]) -> None:
+    for sign in (1, -1):  # activations may be signed
+        rows = [{**row, "top": [[one, sign * value] for one, value in row["top"]]} for row in ROWS]
+        said = spoken(rows, force_terminal=True, color_system="truecolor")
+        assert re.findall(r"48;2;(\d+;\d+;\d+)m", said) == ["20;70;160", "10;35;80"]
+    assert "strongest features" in spoken([{"position": 1, "top": [[7, 0.0]]}])
 
 
-def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--html .*: cannot be written \(Is a directory"):
-        spoken(ROWS, html=tmp_path)
-    with pytest.raises(ConfigError, match=r"--html .*/none/page: its folder does not exist"):
-        features.run(Console(), "/no/model", SaesteerConfig(), "x", html=tmp_path / "none" / "page")
+def test_a_backend_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError, match="--backend sglang: expected vllm or hf"):
         features.choose("sglang")
     assert features.choose("hf") == "hf"
@@ -224,21 +219,19 @@ def test_features_is_refused_in_one_sentence(spoken: Callable[..., str], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.long  # test_captured.py reads through an engine in CI
-def test_features_of_the_real_model(tmp_path: Path) -> None:
+def test_features_of_the_real_model() -> None:
     done = saesteer("features", "--text", "The bridge over the bay.", "--top-k", "3")
     assert done.returncode == 0, done.stderr
     assert "resid_post.15" in done.stdout and "mlp_in.12" in done.stdout
     rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
     found = [row[3] for row in rows if row[2].strip() == "bridge"]  # in the SAE and in the transcoder
     assert [len(one.split("%")) for one in found] == [4, 4], "three features each, with their parts of max_act"
-    page = tmp_path / "page.html"
-    words = ["--top-k", "3", "--backend", "hf", "--html", str(page)]
+    words = ["--top-k", "3", "--backend", "hf"]
     again = saesteer("features", "--text", "The bridge over the bay.", *words)
     assert again.returncode == 0, again.stderr
     numbers = [re.findall(r"(\d+) \d+\.\d\d \(", one.stdout) for one in (done, again)]
     assert numbers[0] == numbers[1], "Transformers finds the same features"
     assert len(numbers[0]) > 20
-    assert page.read_text().count("</span>") == 2 * 5  # tokens behind the first
     done = saesteer("features", "--text", "Who?", "--chat")
     assert "assistant" in done.stdout
     assert saesteer("features", "--text", "").returncode == 2

@@ -17,21 +17,28 @@ from saesteer.plugin.names.versions import Names
 from tests.plugin.names import Workers
 
 
-def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = None, key: str = "") -> Any:
-    """vLLM's own, with the routes of every task and of developers."""
+def parser_of_vllm() -> Any:
+    """The parser of `vllm serve`."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
-        from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:  # before 0.32
-        from vllm.entrypoints.openai.api_server import build_app
         from vllm.entrypoints.openai.cli_args import make_arg_parser
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def app_of_vllm(monkeypatch: pytest.MonkeyPatch, *flags: str, additional: Any = None, key: str = "") -> Any:
+    """vLLM's own, with the routes of every task and of developers."""
+    try:
+        from vllm.entrypoints.launchers.app import build_app
+    except ImportError:  # before 0.32
+        from vllm.entrypoints.openai.api_server import build_app
 
     register()
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setenv("SAESTEER_ADMIN_KEY", key)
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", "x", *flags])
+    args = parser_of_vllm().parse_args(["--model", "x", *flags])
     args.additional_config = {"saesteer": {}} if additional is None else additional
     args.enable_fault_tolerance = args.enable_scale_out = True
     tasks = ("generate", "render", "transcription", "realtime", "embed", "classify")
