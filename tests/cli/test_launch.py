@@ -16,7 +16,6 @@ from saesteer.commands.embedded import DEMO_SAE, DEMO_TRANSCODER
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
-from tests.plugin.apps import parser_of_vllm
 
 
 class Became(Exception):
@@ -344,6 +343,8 @@ def test_a_flag_that_is_nearly_ours_is_refused(word: str, typo: str, ours: str) 
 
 
 def test_no_flag_of_vllm_is_refused() -> None:
+    from tests.plugin.apps import parser_of_vllm  # it imports Triton, which tests of kernels have to do first
+
     serve.refuse_typos(["--port", "1", "-tp", "max-edit"])
     flags = [*parser_of_vllm()._option_string_actions]
     assert "--model" in flags and len(flags) > 100

@@ -183,7 +183,7 @@ def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return run
 
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"position": 1, "top": [[7, 4.0], [9, 1.0]]},
     {"position": 2, "top": []},
     {"position": 3, "top": [[39, 2.0]]},
