@@ -7,13 +7,13 @@ Only messages that saesteer has made count: at the end of another one, a client'
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from saesteer.plugin.results.failures import refusals
-
+refusals = deque[str](maxlen=1024)  # our last messages: of others a client may have chosen the words
 # Of the codes of refused requests; those of the admin routes choose their own.
 STATUS: Mapping[str, int] = {
     "too_large": 413,

@@ -12,7 +12,7 @@ For the rest of the batch, it is as if a client had disconnected during its answ
 """
 
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.v1.request import RequestStatus
 from saesteer.config.config import KEY
 from saesteer.errors import PromptsFailed, SpecError
 from saesteer.language.fields import show
+from saesteer.plugin.http.statuses import refusals
 from saesteer.plugin.prefix_cache import blocks_from, edited_blocks
 from saesteer.plugin.results import consuming, metrics, sending
 from saesteer.plugin.wrap import Original, around
@@ -38,9 +39,6 @@ COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the period i
 WORDS = (GONE, DOSE, BROKEN, consuming.SPACE, SHARED, NON_FINITE, COLLAPSED)  # each also the code of its SpecError
 _ACTIVATIONS = f"{KEY}.return.activations"
 FAILED = f"{KEY}_failed"  # next to the counts in kv_transfer_params
-
-
-refusals = deque[str](maxlen=1024)  # what the last ones say: of others a client may have chosen the words
 
 
 class SpecRefused(SpecError, VLLMValidationError):
