@@ -67,7 +67,8 @@ def test_the_kv_cache_is_smaller_by_a_dictionary_of_4_gib(tmp_path: Path) -> Non
     planned = [_tokens(folder, file) * cache_bytes(MODEL) for file in files]
     larger = files[1].stat().st_size - files[0].stat().st_size
     assert larger > 4 * GIB - GIB // 64
-    assert planned[0] - planned[1] == pytest.approx(larger, rel=0.05)
+    # A larger dictionary also takes more scratch memory, 264 MiB at most.
+    assert larger <= planned[0] - planned[1] <= larger + 264 * 2**20 + GIB // 16
 
 
 def _zeros(features: int, folder: Path) -> Path:
