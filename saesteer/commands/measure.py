@@ -20,8 +20,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from saesteer.commands.calibrate import read_text, windows_of
 from saesteer.commands.features import refuse_across
+from saesteer.commands.reads import read_text, windows_of
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
 from saesteer.commands.windows import first_counted, need_tokens
