@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saesteer.commands.features import Backend
 from saesteer.commands.serve import resolve
-from saesteer.commands.windows import beginning, first_counted, need_tokens, parts_of
+from saesteer.commands.windows import beginning, blocks, need_tokens, parts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, inputs
 from saesteer.errors import ConfigError
@@ -22,7 +22,6 @@ from saesteer.language.sites import canonical, reading_site
 
 MAX_TOKENS = 10_000_000
 CHARACTERS = 16  # read from the file for each wanted token; more than a token has
-_BLOCK_BYTES = 256 << 20  # size of the activations held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +131,5 @@ def reads(
 
 def _active(one: Asked, stream: Tensor) -> Active:
     """The active features of what a dictionary reads [tokens, d_in], a block of tokens at a time."""
-    first, step = first_counted(one.info), max(1, _BLOCK_BYTES // (4 * one.info.features))
-    starts = range(first, len(stream), step) or (first,)
-    return Active.joined([Active.of(one.coder.encode(stream[start : start + step]), start) for start in starts])
+    parts = blocks(one.info, len(stream))
+    return Active.joined([Active.of(one.coder.encode(stream[part]), part.start) for part in parts])
