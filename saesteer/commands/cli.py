@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
@@ -185,16 +185,8 @@ def features(
     """Show the strongest features of a text, token by token."""
     from saesteer.commands.features import choose, run
 
-    run(
-        Console(),
-        model,
-        read_settings(dictionary),
-        text,
-        top_k=top_k,
-        chat=chat,
-        backend=choose(backend),
-        verbose=verbose,
-    )
+    config, chosen = read_settings(dictionary), choose(backend)
+    run(Console(), model, config, text, top_k=top_k, chat=chat, backend=chosen, verbose=verbose)
 
 
 @app.command()
@@ -273,38 +265,28 @@ def find(
         raise ConfigError("find needs both --positive FILE and --negative FILE, or neither")
 
 
-@app.command()
-def vector(
-    positive: Positive,
-    negative: Negative,
-    site: Contrasted,
-    out: Out,
-    model: Model = "demo",
-    last: Last = False,
-    verbose: Verbose = False,
-) -> None:
-    """Make a vector from two files of texts: the difference of their means at each site. The engine reads them."""
-    from saesteer.commands import contrast, serve
+def _contrast(kind: Literal["vector", "probe"]) -> Callable[..., None]:
+    def run(
+        positive: Positive,
+        negative: Negative,
+        site: Contrasted,
+        out: Out,
+        model: Model = "demo",
+        last: Last = False,
+        verbose: Verbose = False,
+    ) -> None:
+        from saesteer.commands import contrast, serve
 
-    serve.need_vllm()
-    contrast.vector(Console(), model, positive, negative, site, out=out, last=last, verbose=verbose)
+        serve.need_vllm()
+        getattr(contrast, kind)(Console(), model, positive, negative, site, out=out, last=last, verbose=verbose)
+
+    return run
 
 
-@app.command()
-def probe(
-    positive: Positive,
-    negative: Negative,
-    site: Contrasted,
-    out: Out,
-    model: Model = "demo",
-    last: Last = False,
-    verbose: Verbose = False,
-) -> None:
-    """Train a probe on two files of texts, by logistic regression, and write that of the site which does best."""
-    from saesteer.commands import contrast, serve
-
-    serve.need_vllm()
-    contrast.probe(Console(), model, positive, negative, site, out=out, last=last, verbose=verbose)
+_MEANS = "Make a vector from two files of texts: the difference of their means at each site. The engine reads them."
+_FIT = "Train a probe on two files of texts, by logistic regression, and write that of the site which does best."
+app.command("vector", help=_MEANS)(_contrast("vector"))
+app.command("probe", help=_FIT)(_contrast("probe"))
 
 
 @app.command()

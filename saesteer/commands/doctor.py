@@ -161,7 +161,8 @@ def turns(answers: Sequence[Sequence[Completion]], allowed: float) -> list[Check
     first = min(times[0], cold[0].seconds)
     cached = [one.cached for one in warm[0][1:]]
     # A turn behind another answer is another one.
-    same = [_alike(one, other, allowed) for one, other in zip(warm[0], cold, strict=True) if _same_prompt(one, other)]
+    pairs = zip(warm[0], cold, strict=True)
+    same = [_alike(one, other, allowed) for one, other in pairs if one.prompt_ids == other.prompt_ids]
     seconds = ", ".join(f"{1000 * one:.0f}" for one in (first, *times[1:]))
     return [
         Check(
@@ -175,10 +176,6 @@ def turns(answers: Sequence[Sequence[Completion]], allowed: float) -> list[Check
             f"{sum(same)} of {len(same)} turns have the tokens of a conversation without a cache",
         ),
     ]
-
-
-def _same_prompt(one: Completion, other: Completion) -> bool:
-    return one.prompt_ids == other.prompt_ids
 
 
 def _alike(one: Completion, other: Completion, allowed: float) -> bool:

@@ -20,19 +20,18 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from saesteer.commands.calibrate import read_text, windows_of
 from saesteer.commands.features import refuse_across
+from saesteer.commands.reads import read_text, windows_of
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
-from saesteer.commands.windows import first_counted, need_tokens
+from saesteer.commands.windows import blocks, need_tokens
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
+from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical
 
 _NAME = "PLACE"
-_BLOCK_BYTES = 256 << 20  # size of the activations held at once
 
 
 @dataclass(slots=True, eq=False)
@@ -123,15 +122,6 @@ def measure(
         streams = oracle.streams(window)
         for layer, (coder, info) in coders.items():
             x, y = inputs(info, streams), streams[canonical(str(info.site_out))]
-            for start in _starts(info, len(x)):
-                end = start + _step(info)
-                found[layer].add(coder, x[start:end], y[start:end])
+            for part in blocks(info, len(x)):
+                found[layer].add(coder, x[part], y[part])
     return found
-
-
-def _step(info: CoderInfo) -> int:
-    return max(1, _BLOCK_BYTES // (4 * info.features))
-
-
-def _starts(info: CoderInfo, tokens: int) -> range:
-    return range(first_counted(info), tokens, _step(info))

@@ -11,16 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from saesteer.commands.calibrate import read_text
 from saesteer.commands.features import Backend
 from saesteer.commands.serve import resolve
-from saesteer.commands.windows import beginning, first_counted, need_tokens, parts_of
+from saesteer.commands.windows import beginning, blocks, need_tokens, parts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, inputs
+from saesteer.errors import ConfigError
 from saesteer.labels.gather import Active
 from saesteer.language.sites import canonical, reading_site
 
-_BLOCK_BYTES = 256 << 20  # size of the activations held at once
+MAX_TOKENS = 10_000_000
+CHARACTERS = 16  # read from the file for each wanted token; more than a token has
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Text:
     """A part of a text file that the model reads as a text of its own."""
 
     ids: list[int]
-    text: str
-    spans: list[tuple[int, int]]  # first character of each token in `text`, and the one after its last
+    text: str = ""
+    spans: Sequence[tuple[int, int]] = ()  # first character of each token in `text`, and the one after its last
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,34 @@ def asked_of(oracle: Any, names: Sequence[str]) -> dict[str, Asked]:
     """The dictionaries of these names in a ``saesteer.hf.Model``, by their keys; a set has one for each layer."""
     pairs = [(name, layer) for name in names for layer in oracle.layers_of(name)]
     return {oracle.engine.catalog.key(*pair): Asked(*pair, oracle.info(*pair), oracle.coder(*pair)) for pair in pairs}
+
+
+def read_text(file: Path, max_tokens: int, flag: str = "--text-file") -> str:
+    """As much of a text file as makes this many tokens; ``flag`` names it.
+
+    Raises:
+        ConfigError: it cannot be read or is empty, or the number is out of range.
+    """
+    if not 1 <= max_tokens <= MAX_TOKENS:
+        raise ConfigError(f"--max-tokens is {max_tokens}, expected 1 to {MAX_TOKENS}")
+    try:
+        with file.expanduser().open(encoding="utf-8") as stream:
+            text = stream.read(CHARACTERS * max_tokens)
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{flag} {file}: cannot be read ({reason}); expected a text in UTF-8") from exc
+    if not text.strip():
+        raise ConfigError(f"{flag} {file}: is empty, expected a text")
+    if "\0" in text:  # where SQLite, in which labels stand, ends a text
+        raise ConfigError(f"{flag} {file}: has a NUL character, expected a text")
+    return text
+
+
+def windows_of(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
+    """The text's tokens in windows, each of which begins as ``saesteer.commands.windows`` says."""
+    begin = beginning(oracle)
+    ids = oracle.tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
+    return [begin + ids[part] for part in parts_of(oracle, ids)]
 
 
 def texts_of(
@@ -102,6 +131,5 @@ def reads(
 
 def _active(one: Asked, stream: Tensor) -> Active:
     """The active features of what a dictionary reads [tokens, d_in], a block of tokens at a time."""
-    first, step = first_counted(one.info), max(1, _BLOCK_BYTES // (4 * one.info.features))
-    starts = range(first, len(stream), step) or (first,)
-    return Active.joined([Active.of(one.coder.encode(stream[start : start + step]), start) for start in starts])
+    parts = blocks(one.info, len(stream))
+    return Active.joined([Active.of(one.coder.encode(stream[part]), part.start) for part in parts])

@@ -212,11 +212,8 @@ def _is(word: str, flag: str) -> bool:
 
 def _value(flags: Sequence[str], flag: str) -> str | None:
     """The last value of a flag; "" for a flag without a value; None if it is absent."""
-    found = None
-    for place, word in enumerate(flags):
-        if _is(word, flag):
-            found = word.partition("=")[2] if "=" in word else "".join(flags[place + 1 : place + 2])
-    return found
+    named = any(_is(word, flag) for word in flags)
+    return (_values(flags, flag) or [""])[-1] if named else None
 
 
 def _values(flags: Sequence[str], flag: str) -> list[str]:

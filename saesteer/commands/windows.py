@@ -5,13 +5,14 @@ the stream's norm is an outlier not on the first token alone, but on a whole run
 the beginning: 130 times the median in the embedded model. Knows no dictionary's weights and no file.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 
+_BLOCK_BYTES = 256 << 20  # size of the activations held at once
 WINDOW = 512  # tokens read at once, each window as a text of its own
 
 
@@ -49,6 +50,18 @@ def parts_of(oracle: Any, ids: Sequence[int]) -> list[slice]:
 def first_counted(info: CoderInfo) -> int:
     """The first position of a window that counts: position 0 is an outlier, and a dictionary may leave out more."""
     return max(1, info.skip_first)
+
+
+def blocks(info: CoderInfo, tokens: int) -> Iterator[slice]:
+    """The positions of a window that count, a block at a time; at least one block, which is empty where none counts.
+
+    Args:
+        info: of the dictionary, whose activations of a block are held at once.
+        tokens: of the window.
+    """
+    first, step = first_counted(info), max(1, _BLOCK_BYTES // (4 * info.features))
+    for start in range(first, max(tokens, first + 1), step):
+        yield slice(start, start + step)
 
 
 def need_tokens(what: str, windows: Iterable[Sequence[int]], infos: Iterable[CoderInfo], least: int = 1) -> None:

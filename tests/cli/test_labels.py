@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import convert, find, label, reads
+from saesteer.commands import convert, find, label, windows
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
@@ -40,7 +40,7 @@ def oracle(place: str, monkeypatch: pytest.MonkeyPatch) -> Oracle:
     for user in ("label", "features"):  # which find imports it from, when it is needed
         opening = f"saesteer.commands.{user}.open_model"
         monkeypatch.setattr(opening, lambda model, config: (found, list(config.dictionaries)))
-    monkeypatch.setattr(reads, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
+    monkeypatch.setattr(windows, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
     monkeypatch.setattr(label, "lens", lambda rows, model, most: (([n, n], [n]) for n in range(len(rows))))
     return found
 

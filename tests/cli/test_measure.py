@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from saesteer import hf
-from saesteer.commands import calibrate, features, measure
+from saesteer.commands import calibrate, features, measure, windows
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
@@ -117,7 +117,7 @@ def test_figures_are_those_of_the_definition(
     site: str, ends: Any, model: Any, text: Path, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(tmp_path, "one", 5)
-    monkeypatch.setattr(measure, "_BLOCK_BYTES", 4 * FEATURES * 7)  # seven tokens at once
+    monkeypatch.setattr(windows, "_BLOCK_BYTES", 4 * FEATURES * 7)  # seven tokens at once
     console = Console(width=120, record=True, quiet=True)
     [figures] = measure.run(console, "any", f"{file}@{site}", text, max_tokens=300).values()
     l0, fvu = truth(model, loaded, ends(model.model.layers), file, normed="pregain" in site)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import calibrate, features, label
+from saesteer.commands import calibrate, features, label, windows
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
@@ -36,7 +36,7 @@ def test_largest_activations_are_found_saved_and_used(
 ) -> None:
     oracle = Oracle(place)
     monkeypatch.setattr(calibrate, "open_model", lambda model, config: (oracle, list(config.dictionaries)))
-    monkeypatch.setattr(calibrate, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
+    monkeypatch.setattr(windows, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
     found = calibrate.run(Console(width=200), "any", read_settings([f"d={place}@resid_post.15"]), text, max_tokens=1200)
     assert [len(window) for window in oracle.read] == [512, 512, 179]
     assert {window[0] for window in oracle.read} == {1}
