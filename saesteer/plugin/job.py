@@ -185,7 +185,7 @@ def _completion(output: Any) -> Completion:
     cached = output.num_cached_tokens or 0
     said = getattr(made, "saesteer", {})
     tokens = list(output.prompt_token_ids), list(made.token_ids)
-    first = [(token, one.decoded_token or "", one.logprob) for token, one in made.logprobs[0].items()]
+    first = [(token, one.decoded_token or "", one.logprob) for token, one in (made.logprobs or [{}])[0].items()]
     seconds = getattr(output.metrics, "first_token_latency", 0.0)
     return Completion(made.text, *tokens, logprobs, cached, said, first, seconds)
 
