@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from saesteer.kernels import layout, reference
+from saesteer.kernels import layout
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
 from tests.kernels.exact import NOTHING, WIDTH, Run, along, edit, ramp
@@ -397,21 +397,3 @@ def test_nothing_that_overflows_is_left_in_the_stream(path: Path | None, entries
 
 def zeros_int(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(("flags", "norms"), [(0, 0), (layout.LAYER_NORM, 1), (layout.MATCH, 0)])
-def test_the_reference_takes_a_group_of_many_entries_at_once(
-    flags: int, norms: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It serves on a CPU, where 60 clamps of one request took everybody's step from 29 to 107 ms."""
-    found: list[int] = []
-    whole = reference._input_norm
-
-    def counted(x: Tensor, flag: int) -> tuple[Tensor, Tensor, Tensor]:
-        found.append(flag)
-        return whole(x, flag)
-
-    monkeypatch.setattr(reference, "_input_norm", counted)
-    group = [Entry(n % WIDTH, scale=0.0, shift=1.0, flags=flags, counter=n % 4) for n in range(60)]
-    out = edit(None, ramp(0.5, 1.5), [group], norms=True)
-    assert found == [flags] * norms and out.counts[1].sum() > 0
