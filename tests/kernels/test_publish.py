@@ -184,4 +184,4 @@ def test_a_graph_publishes_step_after_step(device: torch.device) -> None:
         place = args[4][step % layout.PUBLISHED]
         assert place[0] == step
         rows = place[1:].view(3, 3)
-        assert rows[0, 0] == first[0, 0] + step - 2 and torch.equal(rows[2, :2], first[2, :2] + step - 2)
+        assert rows[0, 0] == first[0, 0] + step - 1 and torch.equal(rows[2, :2], first[2, :2] + step - 1)
