@@ -149,3 +149,12 @@ def test_strongest_and_named_features_share_one_product(engine: Engine, costs: C
     reads = [{"return": {"features": [{"dictionary": "wide", "top_k": n % 3 + 1, "features": [n]}]}} for n in range(8)]
     step(engine, [*reads, *(flags(n) for n in range(8))], [1] * 16)
     assert costs.products == [(8, FEATURES), (8, 8)] and costs.rows == 16
+
+
+def test_each_gets_its_features_in_its_own_order(engine: Engine) -> None:
+    """Two lists of the same names, which one request has the other way round."""
+    found = step(engine, [flags(1, 5), flags(5, 1)], [1, 1])
+    for number, features_ in enumerate([(1, 5), (5, 1)]):
+        for measure, feature in enumerate(features_):
+            _, (value,) = found[str(number)][measure]
+            assert value == pytest.approx(activation(engine, number, feature), abs=1e-4)

@@ -60,7 +60,8 @@ class Names:
             own = [first[one.source] + np.arange(one.source.probed) for one in readings if one.source is not None]
         self.widths = [len(one) for one in own]
         self._own = own
-        self._all = all(width == self.total for width in self.widths)  # each lane names all there is, in order
+        every = np.arange(self.total)
+        self._all = all(np.array_equal(one, every) for one in own)  # each lane names all there is, in order
 
     def picks(self, lanes: Sequence[int], rows: Sequence[int], order: _Ints | None) -> _Ints | None:
         """Where the numbers of each lane stand in [rows, names], flattened; None: they are all of it, in order.
