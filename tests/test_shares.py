@@ -153,8 +153,9 @@ def test_strongest_and_named_features_share_one_product(engine: Engine, costs: C
 
 def test_each_gets_its_features_in_its_own_order(engine: Engine) -> None:
     """Two lists of the same names, which one request has the other way round."""
-    found = step(engine, [flags(1, 5), flags(5, 1)], [1, 1])
-    for number, features_ in enumerate([(1, 5), (5, 1)]):
-        for measure, feature in enumerate(features_):
+    rising = range(8)
+    found = step(engine, [flags(*rising), flags(*rising[::-1])], [1, 1])
+    for number, names in enumerate([rising, rising[::-1]]):
+        for measure, feature in enumerate(names):
             _, (value,) = found[str(number)][measure]
             assert value == pytest.approx(activation(engine, number, feature), abs=1e-4)
