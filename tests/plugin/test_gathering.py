@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,18 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.config import VllmConfig
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from saesteer.engine.brought import Brought
 from saesteer.kernels import layout
 from saesteer.plugin.results import counts
-from saesteer.plugin.results.counts import Table
-
-
-def table(counted: dict[str, list[int]], failed: dict[str, str], parts: list[Any]) -> Table:
-    width = max(map(len, counted.values()), default=0)
-    rows = np.array([words + [0] * (width - len(words)) for words in counted.values()], np.int32).reshape(
-        len(counted), width
-    )
-    return Table([*counted], rows, failed, frozenset(), Brought(parts) if parts else None)
 
 
 class _Device:
