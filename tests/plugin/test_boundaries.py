@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import pytest
 
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, clamp, from_json

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import pytest
 import vllm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

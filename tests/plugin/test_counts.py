@@ -167,3 +167,48 @@ def test_counters_of_another_step_are_refused(steering: Steering) -> None:
     schedule(steering.engine, [1], TOKENS)
     with pytest.raises(RuntimeError, match=rf"of step {ran + 1} .* the memory holds step 2"):
         steering.snapshot().counted  # noqa: B018  (the op did not run)
+
+
+def move(steering: Steering, name: str, row: int) -> None:
+    """As V1 does for a request that is in the batch again, behind a step without it."""
+    steering.look(["plain"], 1)
+    steering.place(name, row)
+    steering.engine.fill(row, steering.rows[name])
+
+
+def test_counts_go_on_where_a_row_was_given_up(steering: Steering) -> None:
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    start(steering, "b", 1)  # V1 gives rows to those that are in the batch
+    assert run(steering, "b", 1) == [0, TOKENS - 1]
+    move(steering, "a", 2)
+    assert run(steering, "a", 2) == [0, 2 * (TOKENS - 1)]
+    move(steering, "a", 3)  # nobody has taken the other one
+    assert run(steering, "a", 3) == [0, 3 * (TOKENS - 1)]
+    start(steering, "c", 2)
+    assert run(steering, "a", 3) == [0, 4 * (TOKENS - 1)]
+    assert steering._holders == {1: "b", 2: "c", 3: "a"}
+
+
+def test_who_never_ran_in_a_row_keeps_nothing_of_the_request_before(steering: Steering) -> None:
+    """The device empties a row with the next work list: until then it holds the counts of somebody else."""
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    start(steering, "b", 1)
+    start(steering, "c", 1)
+    assert run(steering, "c", 1) == [0, TOKENS - 1]
+    move(steering, "b", 2)
+    assert run(steering, "b", 2) == [0, TOKENS - 1]
+
+
+def test_a_request_that_begins_anew_counts_anew(steering: Steering) -> None:
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    steering.forget("a")  # preempted, V2
+    start(steering, "a", 2, computed=2)
+    assert run(steering, "a", 2) == [2, TOKENS - 1]
+    start(steering, "b", 2)  # takes the row
+    steering.restart("a", 4)  # preempted, V1
+    move(steering, "a", 3)
+    assert run(steering, "a", 3) == [4, TOKENS - 1]
+    steering.restart("plain", 4)

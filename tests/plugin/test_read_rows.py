@@ -1,6 +1,9 @@
 """What was read on its way into an answer, with steps and preemptions made up. Starts no engine."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from types import SimpleNamespace
-
-import pytest
 
 from saesteer.engine.readouts import Reading
 from saesteer.planning.answers import Rows
@@ -247,3 +247,88 @@ def test_what_was_read_and_what_was_cached_are_the_scope(
         assert skipped | set(has) == (asked if generated else asked & (read | {*range(cached)})), name
         assert entry.get("cached") != [] and all(lo < hi for lo, hi in entry.get("cached", ())), name
     assert "cached" not in fields["hidden"][0]
+
+
+class Shelf:
+    """A file of rows, in memory, with results of four float32 each; what is kept goes into a store."""
+
+    width = 16
+
+    def __init__(self, store: list[tuple[Any, bytes]], sites: int) -> None:
+        self.store, self.size, self.rows = store, self.width * sites, dict[int, bytes]()
+
+    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
+        at = 0
+        for first, count in places:
+            for place in range(first, first + count):
+                self.rows[place] = data[at : at + self.size]
+                at += self.size
+        assert at == len(data)
+
+    def keep(self, entries: Sequence[Any], places: Sequence[int]) -> list[str]:
+        for at, entry in enumerate(entries):
+            own = slice(self.width * at, self.width * (at + 1))
+            self.store.append((dict(entry), b"".join(self.rows[place][own] for place in places)))
+        return ["a handle"] * len(entries)
+
+
+def pieces(spans: Sequence[Window], starts: Sequence[int]) -> list[list[Window]]:
+    """The spans, cut where messages begin."""
+    found = []
+    for lo, hi in spans:
+        cuts = [lo, *(at for at in sorted(set(starts)) if lo < at < hi), hi]
+        found += [[(a, b)] for a, b in pairwise(cuts)]
+    return found
+
+
+@given(
+    how=st.sampled_from(["none", "mean", "max", "last", "message"]),
+    scope=windows(),
+    sites=st.integers(1, 4),
+    prompt=st.integers(1, 9),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    streams=st.booleans(),
+    kept=st.booleans(),
+)
+def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
+    how: Any, scope: list[Window], sites: int, prompt: int, chunks: list[int], streams: bool, kept: bool
+) -> None:
+    starts = STARTS if how == "message" else ()
+    one = readout("activation", scope, reduce=how, starts=starts, inline=not kept)
+    names = [{"name": f"site {at}"} for at in range(sites)]
+    store: list[tuple[Any, bytes]] = []
+
+    def keep(entry: Any, data: bytes) -> str:
+        store.append((dict(entry), data))
+        return f"handle {len(store)}"
+
+    apart: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
+    whole = how == "none"
+    alone_in = [Shelf(store, 1) for _ in names] if whole else [keep] * sites
+    alone = Rows([one._replace(about=name) for name in names], apart, alone_in)
+    both_in = [Shelf(store, sites)] if whole else [keep] * sites
+    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, both_in)
+    computed = 0
+    for tokens in chunks:
+        asked = inside(scope, computed, computed + tokens)
+        for spans in pieces(asked, starts) if how == "message" else [asked] * bool(asked):
+            at = [p for lo, hi in spans for p in range(lo, hi)]
+            x = np.array([[[*row(p), site] for site in range(sites)] for p in at], dtype="<f4")
+            made = {"none": x, "max": x.max(0), "last": x[-1]}.get(how, x.sum(0)).astype("<f4")
+            both.add([[0, spans, made.tobytes()]])
+            alone.add([[n, spans, made[..., n, :].tobytes()] for n in range(sites)])
+        computed += tokens
+        if streams and computed > prompt:
+            alone.tell(prompt, computed - prompt, final=False)
+            both.tell(prompt, computed - prompt, final=False)
+    for rows in (alone, both):
+        rows.tell(prompt, max(1, computed - prompt), final=True)
+
+    def numbered(fields: Any) -> list[Any]:
+        found = sorted(fields["activations"], key=lambda entry: entry["name"])
+        return [{name: value for name, value in entry.items() if name != "handle"} for entry in found]
+
+    assert numbered(joined) == numbered(apart)
+    half = len(store) // 2
+    assert sorted(map(repr, store[:half])) == sorted(map(repr, store[half:]))

@@ -1,17 +1,16 @@
 """When the admin routes stand in an app, and whom they let in; what they do is in test_admin.py, on a real server."""
 
+import json
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-import json
-from argparse import Namespace
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
