@@ -215,3 +215,12 @@ def test_a_request_and_the_operator_share_a_read() -> None:
     assert (added.site, added.recompute, added.after) == ("resid_post.5", False, False)
     groups = [[one.site for one in several] for several in together((*asked, added), CATALOG)]
     assert groups == [["resid_post.9", "resid_post.3"], ["resid_post.5"], ["resid_post.5"]]
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_has_no_end_is_forgotten(consumers: Consumers, judge: Judge, reason: str) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    output = run(state(report), reason)
+    consuming.settle(output, set())
+    consumers.close()
+    assert judge.gone == ["a"] and "consumers" not in output.outputs[0].saesteer

@@ -128,3 +128,13 @@ def test_an_answer_that_a_rule_ends_in_its_prompt_has_what_was_read_of_it(comput
     assert scores["positions"] == [*range(computed)]
     assert mean["tokens"] == int(computed == 9)
     assert (hidden["positions"], hidden["shape"]) == ([], [0, 0])
+
+
+def test_a_dropped_token_is_sampled_again() -> None:
+    """The run goes on where the token is known, whatever was computed behind it before."""
+    one = Scheduler(PROMPT + 2, stop=3)
+    assert one.step(PROMPT - 1, 1.0, 1.0, new_token_ids=[7]).finish_reason is None
+    assert one.step(PROMPT + 1, 1.0) is None and not one.finished, "preempted: the token of this step was dropped"
+    one.request.num_tokens += 1
+    output = one.step(PROMPT - 1, 1.0, 1.0, 1.0, new_token_ids=[8])
+    assert fired(output) == [["stop", STOP, PROMPT + 1]]
