@@ -45,7 +45,7 @@ def test_what_never_ran_to_its_end_comes_first_then_the_oldest() -> None:
 def test_files_of_kernels_and_engines_are_candidates() -> None:
     found = gpu_tests.candidates(ROOT)
     assert {"tests/kernels/test_edit.py", "tests/plugin/test_reads.py", "tests/bench/test_steps.py"} <= {*found}
-    assert "tests/plugin/test_takes.py" not in found, "it starts no engine"
+    assert "tests/plugin/test_counts.py" not in found, "it starts no engine"
     assert gpu_tests.candidates(ROOT, ["test_graph_bits", "border"]) == [
         "tests/kernels/test_border.py",
         "tests/plugin/test_graph_bits.py",

@@ -1,20 +1,16 @@
 """What a worker sends of reads, made up from positions, and what an answer says of it. Knows no engine."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
-from saesteer.engine.brought import Blob, Brought, Made, Part
-from saesteer.engine.readouts import Reading
+from saesteer.engine.brought import Blob
 from saesteer.planning.answers import Reported
-from saesteer.planning.plan import END, Readout, Window
+from saesteer.planning.plan import Readout, Window
 from tests.entries import tensor
 
 SITE = "resid_post.3"
-PROBE = Reading("probe", (SITE,), False, [(0, END)], False, "none", None, 0, ())
 
 
 def readout(kind: Any, windows: Sequence[Window], **more: Any) -> Reported:
@@ -60,17 +56,3 @@ def numbers(entry: Any) -> Any:
 def of_kind(fields: Any, name: str) -> list[Any]:
     """The activations of that name in an answer."""
     return [one for one in fields["activations"] if one["name"] == name]
-
-
-def brought(*found: tuple[str, Reading, int]) -> Brought:
-    """One position of each of these requests."""
-    parts = [
-        Made([Part(name, number, reading)], [[(at, at + 1)]], [1], (torch.tensor([[float(at)]]),))
-        for number, (name, reading, at) in enumerate(found)
-    ]
-    return Brought(parts)
-
-
-def output(name: str, finish: Any = None, sent: Any = None) -> Any:
-    """Of vLLM's EngineCoreOutput, as much as is looked at."""
-    return SimpleNamespace(request_id=name, finish_reason=finish, kv_transfer_params=sent)

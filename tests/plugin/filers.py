@@ -75,18 +75,6 @@ def children() -> set[int]:
     return {int(one) for one in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()}
 
 
-def steps_of_copies(patch: pytest.MonkeyPatch) -> list[int]:
-    """How many steps each copy has brought home, as the writer gets them."""
-    put, several = Writer.put, list[int]()
-
-    def counted(self: Writer, *given: Any) -> None:
-        several.append(len(given[-1]))
-        put(self, *given)
-
-    patch.setattr(Writer, "put", counted)
-    return several
-
-
 def soon(done: Callable[[], bool]) -> None:
     """Wait until this is so, for a while."""
     end = time.monotonic() + 15

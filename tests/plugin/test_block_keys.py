@@ -25,8 +25,8 @@ from saesteer.language.sites import order
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import Read
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
-from saesteer.plugin import prefix_cache, reasoning
-from saesteer.plugin.door import admission, borders
+from saesteer.plugin import prefix_cache
+from saesteer.plugin.door import admission
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
@@ -226,46 +226,8 @@ def streams(engine: Engine, spec: Any, prompt_len: int, x: torch.Tensor) -> torc
 
 
 CLAMP = {"op": "clamp", "dictionary": "rect", "feature": 2, "value": 1.5}
-OTHER = {"op": "clamp", "dictionary": "rect", "feature": 3, "value": 2.5}
+GENERATED = {"scope": {"generated": True}}
 ADD = {"op": "add", "vector": "any", "site": "resid_post.1"}
-PROMPT, GENERATED = {"scope": {"prompt": True}}, {"scope": {"generated": True}}
-
-
-def test_what_is_generated_alone_leaves_the_prompt_to_everybody(engine: Engine) -> None:
-    plain = hashes(engine.catalog, None, 14)
-    assert shared(plain, hashes(engine.catalog, {"edits": [CLAMP | GENERATED]}, 14)) == 3
-    assert shared(plain, hashes(engine.catalog, {"edits": [CLAMP]}, 14)) == 0
-    assert shared(plain, hashes(engine.catalog, {"edits": []}, 14)) == TOKENS // BLOCK
-    turn = hashes(engine.catalog, {"edits": [CLAMP | GENERATED]}, 26)
-    assert shared(hashes(engine.catalog, {"edits": [CLAMP | GENERATED]}, 14), turn) == 3, "the next turn's prompt"
-    assert shared(plain, turn) == 6
-
-
-def test_a_group_that_is_empty_here_still_splits_what_stands_around_it(engine: Engine) -> None:
-    around = [CLAMP | PROMPT, ADD | GENERATED, OTHER | PROMPT]
-    two = [CLAMP | PROMPT, {"op": "ablate", "vector": "any", "site": "resid_post.1", **GENERATED}, OTHER | PROMPT]
-    one = [CLAMP | PROMPT, OTHER | PROMPT, ADD | GENERATED]
-    made = [hashes(engine.catalog, {"edits": found}, 16) for found in (around, two, one)]
-    assert shared(made[0], made[1]) == 4, "two groups on the prompt in both"
-    assert shared(made[0], made[2]) == 0, "one group there"
-
-
-def test_order_counts_within_a_site_and_not_between_sites(engine: Engine) -> None:
-    early, late = {**ADD, "site": "resid_mid.1"}, {"op": "ablate", "vector": "any", "site": "resid_post.2"}
-    made = [hashes(engine.catalog, {"edits": found}, 9) for found in ([early, late], [late, early])]
-    assert made[0] == made[1]
-    cap = {"op": "cap", "vector": "any", "site": "resid_post.2", "max": 1.0}
-    made = [hashes(engine.catalog, {"edits": found}, 9) for found in ([cap, late], [late, cap])]
-    assert shared(*made) == 0
-
-
-def test_a_module_counts_as_what_it_does(engine: Engine) -> None:
-    edits = [one.to_json() for one in engine.catalog.modules["calm"].edits]
-    made = [
-        hashes(engine.catalog, {"edits": found}, 9)
-        for found in (edits, [{"op": "use", "module": "calm"}], [{"op": "use", "module": "calm", "scale": 2.0}])
-    ]
-    assert made[0] == made[1] and shared(made[0], made[2]) == 0
 
 
 def test_a_name_that_means_something_else_shares_nothing(engine: Engine) -> None:
@@ -274,50 +236,6 @@ def test_a_name_that_means_something_else_shares_nothing(engine: Engine) -> None
     assert shared(hashes(engine.catalog, spec, 9), hashes(other, spec, 9)) == 0
     brought = {"edits": [{**ADD, "vector": INLINE[0]}]}
     assert shared(hashes(engine.catalog, brought, 9), hashes(other, spec, 9)) == TOKENS // BLOCK
-
-
-class Parser:
-    """As vLLM's: token 17 ends the reasoning, and a chat that does not think begins with the answer."""
-
-    reasoning_end_token_ids = frozenset({17})
-
-    def __init__(self, given: Any) -> None:
-        self.ended = not (given.get("chat_template_kwargs") or {}).get("thinking", True)
-
-    def is_reasoning_end(self, _: Any) -> bool:
-        return self.ended
-
-    def is_reasoning_end_streaming(self, _: Any, new: list[int]) -> bool:
-        return 17 in new
-
-
-def test_a_part_of_the_answer_is_in_the_key_of_every_generated_block(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever the border is: the tokens in front of a block say that. What the parser is given may say otherwise."""
-    monkeypatch.setattr(reasoning, "parser_of", lambda _, given: Parser(given))
-    monkeypatch.setattr(borders, "parser_of", lambda _, given: Parser(given))
-    catalog = replace(engine.catalog, parts=True)
-    scopes: list[Any] = [{"part": "reasoning"}, {"part": "answer"}, {"generated": True}]
-    found = [hashes(catalog, {"edits": [CLAMP | {"scope": scope}]}, 16) for scope in scopes]
-    for one, scope in zip(found, scopes, strict=True):
-        assert shared(one, hashes(catalog, None, 16)) == 4, "as far as the prompt goes"
-        assert one == hashes(catalog, {"edits": [CLAMP | {"scope": scope}]}, 16)
-        for other in found:
-            assert shared(one, other) == (TOKENS // BLOCK if one is other else 4)
-    longer = hashes(catalog, {"edits": [CLAMP | {"scope": scopes[1]}]}, 20)
-    assert shared(found[1], longer) == 4, "a border in what is now prompt does not count"
-    behind = {"edits": [CLAMP | {"scope": {"part": "answer", "positions": [[24, None]]}}]}
-    assert shared(hashes(catalog, behind, 16), hashes(catalog, behind, 20)) == 6, "nor where both edit the same tokens"
-
-    def given(**template: Any) -> Any:
-        return SimpleNamespace(
-            roles=(), messages=(), opening=lambda _: 0, chat_params=SimpleNamespace(chat_template_kwargs=template)
-        )
-
-    spec = {"edits": [CLAMP | {"scope": scopes[1]}]}
-    thinks, answers = (hashes(catalog, spec, 16, conversation=given(thinking=on)) for on in (True, False))
-    assert shared(thinks, answers) == shared(found[1], answers) == 4
 
 
 def test_server_and_tenant_are_kept_apart(engine: Engine) -> None:
@@ -345,20 +263,6 @@ def test_a_block_of_an_image_is_keyed_by_the_edits_up_to_its_end(engine: Engine)
     assert shared(hashes(engine.catalog, None, 30), hashes(engine.catalog, at, 30)) == 3
 
 
-def test_what_a_client_says_of_blocks_is_not_heard() -> None:
-    words = {KEY: {}, prefix_cache.RUNS: [[0, 9, "x"]], f"{KEY}_same": "y", "other": 1}
-    assert admission.without_ours(words) == {KEY: {}, "other": 1}
-    plain: dict[str, Any] = {"other": 1}
-    assert admission.without_ours(plain) is plain and admission.without_ours(None) is None
-
-
-def test_bands_and_inline_vectors_count_by_what_they_are(engine: Engine) -> None:
-    band = [{**CLAMP, "mode": mode, "value": value} for mode, value in (("min", 1.0), ("max", 2.0))]
-    assert hashes(engine.catalog, {"edits": band}, 9) == hashes(engine.catalog, {"edits": band[::-1]}, 9)
-    spec = [{"edits": [{**ADD, "vector": one}]} for one in INLINE]
-    assert shared(*(hashes(engine.catalog, one, 9) for one in spec)) == 0
-
-
 def _until_032(_: Any, request: Any) -> int:
     return int(request.num_tokens) - 1
 
@@ -380,3 +284,10 @@ def test_the_cache_gives_nothing_that_is_read(stock: Any) -> None:
     if stock is _from_033:  # with routed experts in answers, vLLM says how many tokens it has those of
         assert [most(first, 28) for first in (None, 0, 6, 31, 32)] == [28, 0, 6, 28, 28]
         assert most(6, 4) == 4
+
+
+def test_what_a_client_says_of_blocks_is_not_heard() -> None:
+    words = {KEY: {}, prefix_cache.RUNS: [[0, 9, "x"]], f"{KEY}_same": "y", "other": 1}
+    assert admission.without_ours(words) == {KEY: {}, "other": 1}
+    plain: dict[str, Any] = {"other": 1}
+    assert admission.without_ours(plain) is plain and admission.without_ours(None) is None

@@ -16,9 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import RegistryError, UnsupportedError
-from saesteer.planning.plan import Catalog
 from saesteer.plugin.door import frontend
 from saesteer.plugin.names import board
 from saesteer.plugin.names.board import Board, announce
@@ -30,15 +28,6 @@ from tests.plugin.names import SPEC, Workers, start
 def servers(folder: Path, count: int = 3, rows: int = 4) -> list[Names]:
     """The names of so many, all in this process, which is all the same to files."""
     return [start(rows, Board(folder, rank, count)) for rank in range(count)]
-
-
-class SlowWorkers(Workers):
-    """As those of an engine, which hear of a change between two steps."""
-
-    async def _call_utility_async(self, *args: Any, **words: Any) -> Any:
-        answers = await super()._call_utility_async(*args, **words)
-        await asyncio.sleep(0.01)
-        return answers
 
 
 def numbers(known: Names) -> dict[str, Any]:
@@ -64,40 +53,6 @@ def test_a_change_is_everywhere_when_it_has_ended(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_default_module_is_that_of_every_server(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = Workers()
-        one, two, three = servers(tmp_path)
-        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-        await two.put_module(engine, "m", SPEC)
-        await three.set_default("m")
-        assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
-        with pytest.raises(RegistryError, match="module 'm' steers every request"):
-            await one.delete(engine, "module", "m")
-        await two.put_vector(engine, "v", Given((0.0, 1, 0)))
-        assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
-        await two.set_default(None)
-        await one.delete(engine, "module", "m")
-        assert [known.catalog.default for known in (one, two, three)] == [None] * 3
-
-    asyncio.run(run())
-
-
-def test_changes_at_once_come_one_after_the_other(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = SlowWorkers()
-        found = servers(tmp_path, rows=16)
-        await asyncio.gather(
-            *(found[n % 3].put_vector(engine, f"v{n}", Given((1.0, n, 0))) for n in range(9)),
-            *(found[n % 3].put_vector(engine, "same", Given((2.0, n, 0))) for n in range(3)),
-        )
-        assert numbers(found[0]) == numbers(found[1]) == numbers(found[2])
-        assert {f"v{n}": [1.0, n, 0] for n in range(9)}.items() <= numbers(found[0]).items()
-        assert len(engine.told) == 12
-
-    asyncio.run(run())
-
-
 def test_a_request_keeps_what_it_was_admitted_with_and_the_next_has_what_is_new(tmp_path: Path) -> None:
     async def run() -> None:
         engine = Workers()
@@ -110,64 +65,6 @@ def test_a_request_keeps_what_it_was_admitted_with_and_the_next_has_what_is_new(
         assert two.hold().catalog.vectors["v"].rows[None].tolist() == [0, 1, 3]  # type: ignore[attr-defined]
         assert two.hold() is two.hold(), "what has not changed is not read again"
         assert engine.pinned == [(1, 0), (1, 0), (1, 1), (1, 1), (1, 1)], "whoever pinned it, it goes once"
-
-    asyncio.run(run())
-
-
-def test_names_of_the_start_may_be_deleted_and_come_back(tmp_path: Path) -> None:
-    catalog = Catalog(
-        dictionaries={},
-        sites=frozenset({"resid_post.3"}),
-        max_entries=64,
-        width=3,
-        vectors={"v": from_inline((1.0, 2, 3))},
-        modules={"m": SPEC},
-    )
-    one, two = (Names(catalog, pool_rows=4, layers=6, board=Board(tmp_path, rank, 2)) for rank in range(2))
-
-    async def run() -> None:
-        engine = Workers()
-        two.count(two.hold(), SPEC)
-        assert one.uses() == {("vector", "v"): 1, ("module", "m"): 0}
-        await one.delete(engine, "module", "m")
-        await two.delete(engine, "vector", "v")
-        assert not one.catalog.vectors and not one.catalog.modules and not two.catalog.modules
-        await one.put_vector(engine, "v", Given((1.0, 2, 3)))
-        assert numbers(two) == {"v": [1, 2, 3]} and two.uses() == {("vector", "v"): 0}
-        await two.put_module(engine, "m", SPEC)
-        assert one.catalog.modules == {"m": SPEC} and one.catalog.digests == two.catalog.digests
-
-    asyncio.run(run())
-
-
-def test_uses_are_summed_and_begin_anew_with_new_content(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = Workers()
-        one, two, three = servers(tmp_path)
-        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-        for known in (one, two, two, three, three):
-            known.count(known.hold(), SPEC)
-        assert [known.uses()["vector", "v"] for known in (one, two, three)] == [5, 5, 5]
-        await three.put_vector(engine, "v", Given((0.0, 1, 0)))
-        assert [known.uses()["vector", "v"] for known in (one, two, three)] == [0, 0, 0]
-
-    asyncio.run(run())
-
-
-def test_a_change_that_fails_on_a_worker_is_none_anywhere(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = Workers()
-        one, two, _ = servers(tmp_path)
-        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-        engine.answers = ["", "MemoryError: no"]
-        with pytest.raises(RuntimeError, match="no"):
-            await one.put_vector(engine, "v", Given((0.0, 1, 0)))
-        assert numbers(one) == numbers(two) == {"v": [1, 0, 0]}
-        engine.answers = ["", ""]
-        in_vain = engine.told[-1]["pin"][0][0]
-        await two.put_vector(engine, "w", Given((0.0, 0, 1)))
-        assert engine.told[-1]["unpin"] == [["resid_post.3", in_vain]], "also by another server"
-        assert sorted(numbers(one)) == ["v", "w"]
 
     asyncio.run(run())
 
@@ -318,3 +215,22 @@ def test_what_a_killed_server_left_goes_at_the_next_start_and_a_living_ones_stay
         assert living.exists(), "a server of an older version has no lock"
     announce()
     assert not living.exists()
+
+
+def test_the_default_module_is_that_of_every_server(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = Workers()
+        one, two, three = servers(tmp_path)
+        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        await two.put_module(engine, "m", SPEC)
+        await three.set_default("m")
+        assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
+        with pytest.raises(RegistryError, match="module 'm' steers every request"):
+            await one.delete(engine, "module", "m")
+        await two.put_vector(engine, "v", Given((0.0, 1, 0)))
+        assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
+        await two.set_default(None)
+        await one.delete(engine, "module", "m")
+        assert [known.catalog.default for known in (one, two, three)] == [None] * 3
+
+    asyncio.run(run())

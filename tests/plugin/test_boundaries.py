@@ -1,26 +1,20 @@
 """How much of a conversation is rendered to find its messages: bounded for a request, whatever its scopes name."""
 
-import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from threading import current_thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.consumers.known import Consumers
+
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, clamp, from_json
 from saesteer.planning.messages import resolve
-from saesteer.plugin.door import frontend
 from saesteer.plugin.door.admission import located
 from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
-from saesteer.plugin.results.failures import SpecRefused
 from tests.spec.catalogs import CATALOG
 
 AT = "saesteer.edits[0].scope.messages"
@@ -99,12 +93,6 @@ def test_all_messages_and_what_opens_the_answer_are_the_prompt() -> None:
     assert chat.told([*ids, 7, 7, 7, 7]) == [*expected, opened]
 
 
-def test_a_template_that_cannot_tell_is_asked_once() -> None:
-    chat, ids, rendered = conversation(3, 10)
-    ids[15] = 8
-    assert chat.told(ids) is chat.told(ids) is None and rendered == [1, 2]
-
-
 def test_a_long_chat_is_read_without_its_messages_and_never_by_message() -> None:
     chat, ids, rendered = conversation(260, 64)
     read = {"site": "resid_post.15"}
@@ -147,63 +135,46 @@ def test_generated_tokens_are_read_beside_the_messages_before_them(reads: Any) -
     assert (error.value.field, error.value.code) == (AT, "not_served")
 
 
-@pytest.mark.parametrize("wanted", [{"dose": True}, {"hidden": True}])
-def test_nothing_is_rendered_for_what_reads_no_scope(wanted: Any) -> None:
-    chat, ids, rendered = conversation(3, 10)
-    spec = from_json({"edits": [CLAMP], "return": wanted})
-    assert located(spec, CATALOG, ids, chat) == (spec, None) and not rendered
-
-
 CLAMP = {"op": "clamp", "dictionary": "gs15", "feature": 7, "value": 2.0}
-CHAT = {"scope": {"messages": "user"}}
 
 
-@pytest.mark.parametrize(
-    ("wire", "mentions"),
-    [
-        ({"edits": [{"op": "use", "module": "calm"}, {**CLAMP, **CHAT}]}, True),
-        ({"edits": [{**CLAMP, **CHAT}, {**CLAMP, "feature": 8}], "return": {"dose": True}}, True),
-        ({"return": {"probes": ["a", {"probe": "b", **CHAT}]}}, True),
-        ({"return": {"hidden": CHAT}}, True),
-        ({"edits": [{**CLAMP, "scope": {"prompt": True}}], "return": {"hidden": True, "probes": ["a"]}}, True),
-        ({"return": {"activations": [{"site": "resid_post.3"}]}}, True),
-        ({"edits": [CLAMP, {**CLAMP, "feature": 8, "scope": {"prompt": True}}], "return": None}, False),
-        ({"edits": [], "return": {"dose": True, "hidden": True}}, False),
-        ({}, False),
-    ],
-)
-def test_conversations_are_rendered_in_a_thread_where_a_spec_names_messages_or_reads(wire: Any, mentions: bool) -> None:
-    chat, ids, _ = conversation(3, 10)
-    threads = []
-
-    async def original(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
-        return params.extra_args["saesteer"]
-
-    def seen(*asked: Any) -> None:
-        threads.append(current_thread())
-
-    door = SimpleNamespace(fetching=None, consumers=Consumers({}))
-    engine = SimpleNamespace(
-        input_processor=SimpleNamespace(saesteer_door=door, saesteer_names=SimpleNamespace(catalog=CATALOG))
-    )
-    prompt = {"prompt_token_ids": ids}
-    for written in (wire, json.dumps(wire), from_json(wire)):
-        params = SimpleNamespace(extra_args={"saesteer": written})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(frontend, "located", seen)
-            patch.setattr(frontend, "conversation_of", lambda prompt: chat)
-            sent = asyncio.run(frontend._asking_ahead(original)(engine, "r", prompt, params))
-        assert sent == from_json(wire), "it is parsed once, and travels on"
-        assert params.extra_args == {"saesteer": written}
-    assert len(threads) == 3 * mentions and current_thread() not in threads
+TURNS = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "de"}]
 
 
-@pytest.mark.parametrize("wire", [{"edits": {"op": 3}}, {"edits": [None, [CHAT]]}, [CHAT], None, {"return": 3}])
-def test_a_wrong_spec_is_refused_before_a_conversation_is_looked_at(wire: Any) -> None:
-    async def original(*asked: Any) -> None:
-        raise AssertionError("it was sent on")
+def rendered(turns: Any) -> list[int]:
+    """As Llama 2's template does: the end of a question opens the answer."""
+    ids = [1]
+    for turn in turns:
+        words = [ord(letter) for letter in turn["content"]]
+        ids += [3, *words, 4] if turn["role"] == "user" else [*words, 2]
+    return ids
 
-    engine = SimpleNamespace(input_processor=SimpleNamespace(saesteer_door=None, saesteer_names=None))
-    params = SimpleNamespace(extra_args={"saesteer": wire})
-    with pytest.raises(SpecRefused, match="saesteer"):
-        asyncio.run(frontend._asking_ahead(original)(engine, "r", {}, params))
+
+def told(turns: Any, **template: Any) -> Any:
+    def render(several: Any, *_: Any) -> Any:
+        return None, [{"prompt_token_ids": rendered(several[0])}]
+
+    conversation = Conversation(render, turns, params(template), None)
+    return conversation.told(rendered(turns))
+
+
+def params(template: dict[str, Any]) -> Any:
+    from vllm.renderers.params import ChatParams
+
+    return ChatParams(chat_template_kwargs={"add_generation_prompt": True, **template})
+
+
+def test_what_is_generated_belongs_to_no_message() -> None:
+    """Else its rows would count to the last question's mean."""
+    *messages, last = told(TURNS)
+    assert [(one["role"], one["start"], one["end"]) for one in messages] == [
+        ("user", 0, 5),
+        ("assistant", 5, 7),
+        ("user", 7, 11),
+    ]
+    assert last == {"role": None, "index": 3, "start": 11, "end": 11}
+
+
+def test_what_continues_a_message_belongs_to_it() -> None:
+    found = told(TURNS[:2], continue_final_message=True, add_generation_prompt=False)
+    assert [one["role"] for one in found] == ["user", "assistant"]

@@ -109,43 +109,7 @@ def run(made: Any, reason: str = "stop") -> Any:
     return SimpleNamespace(outputs=[choice])
 
 
-def test_a_result_comes_into_the_answer(consumers: Consumers) -> None:
-    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
-    output = run(state(report))
-    consuming.settle(output, set())
-    assert output.outputs[0].saesteer["consumers"] == {"judge": [*range(PROMPT + 2)]}
-
-
 FAILING = [("ill", "the judge is ill", "consumer"), ("full", "the book is full", "no_space")]
-
-
-@pytest.mark.parametrize(("how", "why", "code"), FAILING)
-def test_a_failure_is_the_requests_error(consumers: Consumers, how: str, why: str, code: str) -> None:
-    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {how: True}}}})
-    with pytest.raises(SpecError, match=why) as caught:
-        consuming.settle(run(state(report)), set())
-    assert (caught.value.field, caught.value.code) == ("saesteer.return.consumers.judge", code)
-
-
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_what_has_no_end_is_forgotten(consumers: Consumers, judge: Judge, reason: str) -> None:
-    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
-    output = run(state(report), reason)
-    consuming.settle(output, set())
-    consumers.close()
-    assert judge.gone == ["a"] and "consumers" not in output.outputs[0].saesteer
-
-
-def test_an_abort_reaches_the_consumers(consumers: Consumers, judge: Judge) -> None:
-    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
-    processor = SimpleNamespace(request_states={"a-1": state(report), "b": SimpleNamespace()})
-
-    def stock(self: Any, request_ids: Any, internal: bool) -> list[str]:
-        return [name for name in request_ids if self.request_states.pop(name, None)]
-
-    assert consuming._leaving(stock)(processor, ["a-1", "b", "c"], internal=True) == ["a-1", "b"]
-    consumers.close()
-    assert judge.gone == ["a"]
 
 
 def test_only_the_last_output_waits_and_nobody_else(consumers: Consumers, judge: Judge) -> None:
@@ -238,46 +202,6 @@ def test_new_requests_wait_for_one_that_is_behind() -> None:
     assert time.monotonic() - start < 0.15
 
 
-@pytest.mark.parametrize(
-    ("wire", "named"),
-    [
-        (None, False),
-        ({"edits": []}, False),
-        ({"return": None}, False),
-        ({"return": {"consumers": {}}}, False),
-        ({"return": {"consumers": {"a": {}}}}, True),
-        ('{"return": {"consumers": {"a": {}}}}', True),
-        ('{"return": {"c\\u006fnsumers": {"a": {}}}}', True),
-        ('{"edits": []}', False),
-        (7, False),
-    ],
-)
-def test_who_names_consumers(wire: Any, named: bool) -> None:
-    assert consuming.are_named(SimpleNamespace(extra_args={"saesteer": wire})) == named
-    if isinstance(wire, dict):
-        assert consuming.are_named(SimpleNamespace(extra_args={"saesteer": language.from_json(wire)})) == named, (
-            "once parsed"
-        )
-    assert not consuming.are_named(None)
-
-
-def test_capture_is_no_part_of_the_answer(consumers: Consumers) -> None:
-    """The readouts of a request stay what they are; what only the operator captures stands behind them."""
-    report, sent = admitted(consumers, {"edits": []}, capture=("resid_post.3",), silent=True)
-    assert report.silent and report.of_choice().fields == {"applied": []} and report.of_choice().read is None
-    (one,) = report.wanted.readouts
-    assert one.readout.site == "resid_post.3" and one.readout.captured and not one.readout.shown
-    assert {*sent} == {"saesteer"}, "it asks for no recomputation, and has no key of its own in the prefix cache"
-    more = {"return": {"activations": [{"site": "resid_post.9", "reduce": "mean"}], "hidden": True}}
-    report, sent = admitted(consumers, more, capture=("resid_post.3", "resid_post.9"))
-    assert [one.readout.kind for one in report.readouts if one.readout.shown] == ["activation", "hidden"]
-    assert [one.readout.captured for one in report.readouts] == [False, False, True], "two sites that travel as one"
-    choice = report.of_choice()
-    choice.add([blob(2, 0, 3)])
-    choice.read.tell(PROMPT, 1, final=True)
-    assert choice.fields["activations"][0]["tokens"] == 0
-
-
 def test_a_request_and_the_operator_share_a_read() -> None:
     wanted = {
         "activations": [{"site": "resid_post.9"}, {"site": "resid_post.3"}, {"site": "resid_post.5", "at": "after"}]
@@ -293,10 +217,10 @@ def test_a_request_and_the_operator_share_a_read() -> None:
     assert groups == [["resid_post.9", "resid_post.3"], ["resid_post.5"], ["resid_post.5"]]
 
 
-def test_an_answer_that_names_none_says_nothing_of_them(consumers: Consumers) -> None:
-    capturing = Consumers({}, (consumers.named["judge"],))
-    consumers.named["judge"].consumer.end = lambda request: None  # type: ignore[method-assign]
-    report, _ = admitted(capturing, {"return": READ}, capture=("resid_post.3",))
-    output = run(state(report))
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_what_has_no_end_is_forgotten(consumers: Consumers, judge: Judge, reason: str) -> None:
+    report, _ = admitted(consumers, {"return": READ | {"consumers": {"judge": {}}}})
+    output = run(state(report), reason)
     consuming.settle(output, set())
-    assert "consumers" not in output.outputs[0].saesteer
+    consumers.close()
+    assert judge.gone == ["a"] and "consumers" not in output.outputs[0].saesteer

@@ -75,74 +75,6 @@ def start(steering: Steering, name: str, row: int, computed: int = 0) -> None:
     steering.engine.fill(row, found)
 
 
-def move(steering: Steering, name: str, row: int) -> None:
-    """As V1 does for a request that is in the batch again, behind a step without it."""
-    steering.look(["plain"], 1)
-    steering.place(name, row)
-    steering.engine.fill(row, steering.rows[name])
-
-
-def test_a_step_says_who_has_stop_strings(steering: Steering) -> None:
-    for row, (name, stop) in enumerate([("a", ["."]), ("b", []), ("c", ["."])], 1):
-        steering.add(request(name, stop=stop))
-        steering.place(name, row)
-    steering.look(["a", "b", "plain"], 3)
-    assert steering.snapshot().stops == {"a"}
-    steering.add(request("a"))  # another one of this id
-    steering.place("a", 1)
-    steering.look(["a", "b", "c", "plain"], 4)
-    assert steering.snapshot().stops == {"c"}
-
-
-def test_a_row_counts_for_its_own_request(steering: Steering) -> None:
-    start(steering, "a", 1)
-    assert run(steering, "a", 1) == [0, TOKENS - 1]
-    assert run(steering, "a", 1) == [0, 2 * (TOKENS - 1)]
-    steering.forget("a")
-    start(steering, "b", 1, computed=3)
-    assert run(steering, "b", 1) == [3, TOKENS - 1]
-    steering.forget("b")
-    assert not (steering._places or steering._holders or steering._kept or steering._cached or steering.rows)
-
-
-def test_counts_go_on_where_a_row_was_given_up(steering: Steering) -> None:
-    start(steering, "a", 1)
-    run(steering, "a", 1)
-    start(steering, "b", 1)  # V1 gives rows to those that are in the batch
-    assert run(steering, "b", 1) == [0, TOKENS - 1]
-    move(steering, "a", 2)
-    assert run(steering, "a", 2) == [0, 2 * (TOKENS - 1)]
-    move(steering, "a", 3)  # nobody has taken the other one
-    assert run(steering, "a", 3) == [0, 3 * (TOKENS - 1)]
-    start(steering, "c", 2)
-    assert run(steering, "a", 3) == [0, 4 * (TOKENS - 1)]
-    assert steering._holders == {1: "b", 2: "c", 3: "a"}
-
-
-def test_who_never_ran_in_a_row_keeps_nothing_of_the_request_before(steering: Steering) -> None:
-    """The device empties a row with the next work list: until then it holds the counts of somebody else."""
-    start(steering, "a", 1)
-    run(steering, "a", 1)
-    start(steering, "b", 1)
-    start(steering, "c", 1)
-    assert run(steering, "c", 1) == [0, TOKENS - 1]
-    move(steering, "b", 2)
-    assert run(steering, "b", 2) == [0, TOKENS - 1]
-
-
-def test_a_request_that_begins_anew_counts_anew(steering: Steering) -> None:
-    start(steering, "a", 1)
-    run(steering, "a", 1)
-    steering.forget("a")  # preempted, V2
-    start(steering, "a", 2, computed=2)
-    assert run(steering, "a", 2) == [2, TOKENS - 1]
-    start(steering, "b", 2)  # takes the row
-    steering.restart("a", 4)  # preempted, V1
-    move(steering, "a", 3)
-    assert run(steering, "a", 3) == [4, TOKENS - 1]
-    steering.restart("plain", 4)
-
-
 DOSED = {**SPEC, "return": {"dose": True}}
 
 
@@ -197,23 +129,6 @@ def test_a_dose_above_the_limit_fails_its_own_request_where_the_operator_refuses
     assert run(0) == {}
 
 
-def test_a_request_whose_vector_is_gone_fails_also_where_nobody_is_steered(steering: Steering) -> None:
-    (site,) = steering.engine.sites
-    gone, plain = request("a", {"edits": [{"op": "add", "vector": "v", "site": site}]}), request("plain")
-    plain.sampling_params.extra_args = {f"{KEY}_other": 7}
-    place = SimpleNamespace(sample_tokens=lambda _: _Output(), model_runner=None, is_driver_worker=True)
-    counts.attach(place, steering)
-    assert steering.add(gone) is steering.add(plain) is None
-    steering.look(["plain", "a"], 2)
-    found = place.sample_tokens(None).saesteer
-    assert (found.names, found.counted.shape, found.failed) == ([], (0, 1), {"a": "gone"})
-    steering.forget("a")
-    assert "saesteer" not in vars(place.sample_tokens(None))
-    steering.add(gone)
-    start(steering, "a", 1)
-    assert run(steering, "a", 1) == [0, TOKENS - 1], "a new request of the same id"
-
-
 def test_a_request_keeps_what_its_names_meant_and_its_slots_only_while_it_runs(steering: Steering) -> None:
     (site,) = steering.engine.sites
     engine, registry = steering.engine, steering.engine.registry
@@ -238,62 +153,6 @@ def test_a_request_keeps_what_its_names_meant_and_its_slots_only_while_it_runs(s
     assert registry.usage()[site][0] == 1
 
 
-class _Output:
-    """A step's output, as much of it as is read."""
-
-    def __init__(self) -> None:
-        self.req_ids = ["a"]
-
-    saesteer: Any
-
-
-class _WaitingV1:
-    def __init__(self) -> None:
-        self._model_runner_output = _Output()
-
-
-class _WaitingV2:
-    def __init__(self) -> None:
-        self.model_runner_output = _Output()
-
-
-RUNNERS: dict[str, tuple[Any, Any]] = {
-    "at once": (SimpleNamespace(), _Output),
-    "asynchronous, V1": (SimpleNamespace(), _WaitingV1),
-    "asynchronous, V2": (SimpleNamespace(model_state=None), _WaitingV2),
-}
-
-
-@pytest.mark.parametrize(("runner", "kind"), RUNNERS.values(), ids=RUNNERS)
-def test_a_step_takes_counts_along_only_where_somebody_is_steered(steering: Steering, runner: Any, kind: Any) -> None:
-    place = SimpleNamespace(sample_tokens=lambda _: kind(), model_runner=runner, is_driver_worker=True)
-    counts.attach(place, steering)
-
-    def step() -> Any:
-        output = place.sample_tokens(None)
-        return vars(output if kind is _Output else vars(output).popitem()[1])
-
-    steering.look(["plain"], 1)
-    assert "saesteer" not in step()
-    start(steering, "a", 1)
-    run(steering, "a", 1)
-    found = step()["saesteer"]
-    run(steering, "a", 1)  # the next step is on its way before the host reads this one's
-    assert (found.names, found.counted.tolist(), found.failed) == (["a"], [[0, TOKENS - 1]], {})
-
-
-def test_an_output_of_nobody_is_left_alone(steering: Steering) -> None:
-    """vLLM has one empty output for all steps, and a rank that does not sample has none."""
-    empty = _Output()
-    empty.req_ids = []
-    made = iter([empty, None])
-    place = SimpleNamespace(sample_tokens=lambda _: next(made), model_runner=None, is_driver_worker=True)
-    counts.attach(place, steering)
-    start(steering, "a", 1)
-    run(steering, "a", 1)
-    assert vars(place.sample_tokens(None)) == {"req_ids": []} and place.sample_tokens(None) is None
-
-
 def test_counters_of_another_step_are_refused(steering: Steering) -> None:
     start(steering, "a", 1)
     run(steering, "a", 1)
@@ -308,3 +167,48 @@ def test_counters_of_another_step_are_refused(steering: Steering) -> None:
     schedule(steering.engine, [1], TOKENS)
     with pytest.raises(RuntimeError, match=rf"of step {ran + 1} .* the memory holds step 2"):
         steering.snapshot().counted  # noqa: B018  (the op did not run)
+
+
+def move(steering: Steering, name: str, row: int) -> None:
+    """As V1 does for a request that is in the batch again, behind a step without it."""
+    steering.look(["plain"], 1)
+    steering.place(name, row)
+    steering.engine.fill(row, steering.rows[name])
+
+
+def test_counts_go_on_where_a_row_was_given_up(steering: Steering) -> None:
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    start(steering, "b", 1)  # V1 gives rows to those that are in the batch
+    assert run(steering, "b", 1) == [0, TOKENS - 1]
+    move(steering, "a", 2)
+    assert run(steering, "a", 2) == [0, 2 * (TOKENS - 1)]
+    move(steering, "a", 3)  # nobody has taken the other one
+    assert run(steering, "a", 3) == [0, 3 * (TOKENS - 1)]
+    start(steering, "c", 2)
+    assert run(steering, "a", 3) == [0, 4 * (TOKENS - 1)]
+    assert steering._holders == {1: "b", 2: "c", 3: "a"}
+
+
+def test_who_never_ran_in_a_row_keeps_nothing_of_the_request_before(steering: Steering) -> None:
+    """The device empties a row with the next work list: until then it holds the counts of somebody else."""
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    start(steering, "b", 1)
+    start(steering, "c", 1)
+    assert run(steering, "c", 1) == [0, TOKENS - 1]
+    move(steering, "b", 2)
+    assert run(steering, "b", 2) == [0, TOKENS - 1]
+
+
+def test_a_request_that_begins_anew_counts_anew(steering: Steering) -> None:
+    start(steering, "a", 1)
+    run(steering, "a", 1)
+    steering.forget("a")  # preempted, V2
+    start(steering, "a", 2, computed=2)
+    assert run(steering, "a", 2) == [2, TOKENS - 1]
+    start(steering, "b", 2)  # takes the row
+    steering.restart("a", 4)  # preempted, V1
+    move(steering, "a", 3)
+    assert run(steering, "a", 3) == [4, TOKENS - 1]
+    steering.restart("plain", 4)

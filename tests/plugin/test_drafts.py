@@ -1,6 +1,5 @@
 """Guessed tokens on their way, without an engine: rows of their own, and only those that hold are counted and read."""
 
-from base64 import b64decode
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,37 +12,16 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from saesteer.engine.brought import Brought, Made, Part
+from saesteer.engine.brought import Made, Part
 from saesteer.engine.readouts import Reading
 from saesteer.kernels import layout
-from saesteer.planning.answers import Reported, Rows
-from saesteer.planning.plan import END, Readout, Rule
+from saesteer.planning.plan import END, Rule
 from saesteer.plugin.reasoning import PARSER
 from saesteer.plugin.results import drafts, rules
 from saesteer.plugin.results.counts import Report
-from saesteer.plugin.results.drafts import Guessed, Guesses
+from saesteer.plugin.results.drafts import Guessed
 from saesteer.plugin.results.health import Health
 from saesteer.plugin.results.rules import FIRED, RULES
-
-ENGINE: Any = SimpleNamespace(
-    device=torch.device("cpu"), drafts_of=lambda row: range(10 * row, 10 * row + 3), max_rows=4
-)
-
-
-def test_each_guess_of_a_steered_request_is_a_request() -> None:
-    rows, starts, found = drafts.spread(
-        ENGINE,
-        ["a", "plain", "b", "c"],
-        [2, 0, 1, 3],
-        np.array([0, 4, 7, 12, 13, 99]),
-        np.array([20, 30, 0, 5]),
-        {"a": [7, 7, 7], "plain": [8, 8], "b": [9, 9]},
-    )
-    assert rows == [2, 20, 21, 22, 0, 1, 10, 11, 3]
-    assert starts.tolist() == [0, 1, 2, 3, 4, 7, 10, 11, 12, 13], "b computes three sure tokens in front of two guesses"
-    assert starts.dtype == torch.int32
-    assert found == {"a": Guesses(21, range(20, 23)), "b": Guesses(3, range(10, 12))}
-    assert drafts.pieces(found["b"], 5) == [(0, 3), (3, 1), (4, 1)]
 
 
 def counters(tokens: int, dose: float) -> list[int]:
@@ -86,46 +64,9 @@ def test_counters_at_each_token_where_the_front_end_may_drop_some() -> None:
     assert report.counted == words.tobytes()
 
 
-def test_the_row_of_the_last_token_is_in_front_of_what_is_dropped() -> None:
-    about = Readout("hidden", "saesteer.return.hidden", None, None, False, ((0, END),), last=True)
-    found: dict[str, Any] = {}
-    rows = Rows([Reported(about, {}, "float32")], found)
-    row = np.ones(2, np.float32)
-    for positions in ([3], [4, 5, 6], [7, 8, 9]):
-        rows.add([[0, [(at, at + 1)], (at * row).tobytes()] for at in positions])
-    rows.tell(4, 5, final=True)  # of three tokens vLLM has kept one: that which was sampled at position 7
-    [entry] = found["hidden"]
-    assert entry["positions"] == [7] and np.frombuffer(b64decode(entry["data"]), np.float32).tolist() == [7.0, 7.0]
-
-
-def test_a_worker_keeps_what_holds_beside_what_it_had() -> None:
-    output = SimpleNamespace(sampled_token_ids=[[1], [2, 3, 4]], req_id_to_index={"none": 0, "two": 1})
-    kept = {"two": [torch.tensor(counters(5, 1.0), dtype=torch.int32)]}
-    for _ in range(2):
-        drafts.settle(kept, {"none": GUESSED, "two": GUESSED}, output)
-    assert kept.keys() == {"two"} and len(kept["two"]) == 1
-    assert kept["two"][0][0] == 5 + 2 + 2
-
-
-def test_the_scheduler_knows_how_many_tokens_a_request_has_got() -> None:
-    outputs = [EngineCoreOutput("a", [1, 2]), EngineCoreOutput("other", [1])]
-    assert drafts.tokens_of(outputs, {"a": GUESSED, "aborted": GUESSED}) == {"a": 2, "aborted": 0}
-
-
 def read(at: int, value: float, *, last: bool = False, watched: tuple[int, ...] | None = None) -> Any:
     reading = Reading("hidden", (), False, ((0, END),), last, "none", None, 0, (), (), watched)
     return Made([Part("a", 0, reading)], [[(at, at + 1)]], [1], (torch.tensor([[value]]),))
-
-
-def test_what_wrong_guesses_have_read_is_dropped() -> None:
-    brought = Brought([read(at, float(at), last=True) for at in (50, 51, 52)])
-    assert [blob[1] for blob in brought.blobs({"a"}, {"a": 52})["a"]] == [[(50, 51)], [(51, 52)]]
-    assert len(brought.blobs({"a"})["a"]) == 3 and not brought.blobs(()), "rows of an end that is none"
-
-
-def test_rules_see_each_guess_at_its_position() -> None:
-    brought = Brought([read(at, float(at), watched=(0,)) for at in (50, 51, 52)])
-    assert brought.watched() == {"a": {0: ([50, 51, 52], [50.0, 51.0, 52.0])}}
 
 
 PROMPT, STOP = 4, "saesteer.edits[0]"
@@ -157,16 +98,6 @@ def test_a_stop_drops_the_tokens_behind_it(at: int, reason: Any) -> None:
     assert made.new_logprobs.logprobs[:, 0].tolist() == [*range(at + 1)]
     assert (made.finish_reason, made.stop_reason) == (FinishReason.STOP, STOP)
     assert made.kv_transfer_params == {FIRED: [["stop", STOP, 10 + at]]}
-
-
-def test_a_rule_does_not_fire_at_a_wrong_guess() -> None:
-    made = stopped(10, [0.0, 0.0, 1.0, 1.0], [7, 8])
-    assert (made.new_token_ids, made.finish_reason, made.kv_transfer_params) == ([7, 8], None, None)
-
-
-def test_a_model_that_ends_where_the_rule_fires_has_ended() -> None:
-    made = stopped(10, [0.0, 1.0, 1.0, 1.0], [7, 8], finish_reason=FinishReason.STOP, stop_reason=8)
-    assert (made.new_token_ids, made.stop_reason) == ([7, 8], 8)
 
 
 def test_a_wrong_guess_that_is_not_finite_fails_nobody() -> None:

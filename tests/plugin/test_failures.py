@@ -62,36 +62,6 @@ def test_blocks_of_an_image_that_is_edited_are_evicted_from_its_start(offset: in
     assert scheduler.kv_cache_manager.evicted == gone
 
 
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [("gone", "replaced or deleted"), ("shared", "another request"), ("broken: KeyError: 'x'", r"\(KeyError: 'x'\)")],
-)
-def test_each_word_is_a_sentence(word: str, told: str) -> None:
-    error = failures.reason(word, (), None)
-    assert error.code == word.partition(":")[0] and error.field == KEY
-    with pytest.raises(SpecRefused, match=told):
-        raise SpecRefused(error)
-
-
-def test_whoever_waits_gets_the_error_and_others_their_tokens() -> None:
-    front = Front()
-    failed, other = front.add("a"), front.add("b")
-    assert failed is not None and other is not None
-    front.process(EngineCoreOutput("a", [5]), EngineCoreOutput("b", [6]))
-    made = front.process(EngineCoreOutput("b", [7]), failing("a"))
-    assert not made.reqs_to_abort, "it has ended in the engine already"
-    with pytest.raises(SpecRefused, match=r"send it again \[gone\]$") as told:
-        failed.get_nowait()
-    assert (told.value.field, told.value.parameter, told.value.code) == ("saesteer", "saesteer", "gone")
-    assert failed.get_nowait() is None, "no token and no end comes behind it"
-    output: Any = other.get_nowait()
-    assert output.outputs[0].token_ids == [6, 7] and not output.finished
-    front.process(failing("a"))
-    assert failed.get_nowait() is None, "it is told once"
-    front.process(EngineCoreOutput("b", [8], finish_reason=FinishReason.LENGTH))
-    front.check_empty()
-
-
 def test_the_other_choices_of_a_request_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
     monkeypatch.setattr(metrics, "refused", refused.append)
@@ -171,16 +141,6 @@ def test_offline_a_call_raises_with_the_answers_of_the_others() -> None:
     well = [SimpleNamespace(request_id="f")]
     assert failures._raising(lambda *_: well)(SimpleNamespace(llm_engine=engine), None) is well
     assert "saesteer_refused" not in vars(front.processor)
-
-
-def test_whoever_steps_the_engine_by_hand_keeps_the_other_requests(caplog: pytest.LogCaptureFixture) -> None:
-    front = Front()
-    for name in "ab":
-        front.add(name, queue=False)
-    made = front.process(failing("a"), EngineCoreOutput("b", [6]))
-    a, b = made.request_outputs
-    assert (a.request_id, a.outputs[0].finish_reason) == ("a-external", "error") and b.outputs[0].token_ids == [6]
-    assert "'a-external' was refused" in caplog.text and set(front.processor.request_states) == {"b"}
 
 
 def test_a_stream_of_responses_ends_with_an_event() -> None:

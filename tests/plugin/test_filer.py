@@ -1,23 +1,20 @@
 """The process that writes rows into files: what it needs, when it begins, and how it ends. No engine."""
 
-import errno
 import gc
 import os
 import signal
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from saesteer.engine import filer
-from saesteer.engine.spool import Asked, Writer
+from saesteer.engine.spool import Writer
 from saesteer.engine.staging import Staging
-from tests.plugin.filers import PUT, Device, children, filing, sinks_in, soon
+from tests.plugin.filers import Device, children, filing, sinks_in, soon
 
 
 def test_it_writes(tmp_path: Path) -> None:
@@ -40,62 +37,10 @@ def test_who_asks_for_nothing_begins_none() -> None:
     assert children() == before, "and it ends with who has begun it"
 
 
-def test_it_is_what_its_worker_has_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not what the folder has from which somebody starts a server."""
-    (tmp_path / "queue.py").write_text("raise SystemExit('not the one of the standard library')")
-    monkeypatch.chdir(tmp_path)
-    writer, files = Writer(), sinks_in(tmp_path, "a", 9)
-    Device(writer).bring(filing(files, [0]), b"x")
-    assert writer.wait(writer.ask(files)) == [[(0, 1)]]
-
-
 def test_a_worker_does_not_start_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="has ended"):
         Staging(torch.device("cpu"), None).warm()
-
-
-def test_a_process_that_was_forked_does_not_keep_it() -> None:
-    code = """
-import os, signal, time
-from saesteer.engine.spool import Writer
-writer = Writer()
-assert writer.shared
-child = os.fork()
-if not child:
-    time.sleep(60)
-    os._exit(0)
-begun = time.monotonic()
-del writer
-print(time.monotonic() - begun)
-os.kill(child, signal.SIGKILL)
-"""
-    assert float(subprocess.check_output([sys.executable, "-c", code], text=True)) < 9, "seconds; 10 would be its last"
-
-
-def test_it_needs_no_interpreter_as_large_as_a_worker() -> None:
-    code = "import sys, saesteer.engine.filer; print({'torch', 'numpy', 'vllm'} & {*sys.modules})"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
-def test_it_listens_while_nobody_hears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is sending hears nothing meanwhile: if both waited for the other one, the engine would hang."""
-    writer, files = Writer(), sinks_in(tmp_path, "a", 9)
-    device, asked = Device(writer), list[Asked]()
-    assert writer.shared
-
-    def work() -> None:
-        for _ in range(2000):
-            device.bring(filing(files, [0]), b"x")
-            asked.append(writer.ask(files))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "_listen", lambda: None)
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(30)
-    assert not thread.is_alive(), "all of it was sent"
-    assert [writer.wait(one) for one in asked] == [[[(0, 1)]]] * 2000
 
 
 def test_a_signal_that_ends_it_is_found_out(tmp_path: Path) -> None:
@@ -140,26 +85,6 @@ Device(writer).bring(filing(sinks_in(Path(sys.argv[1]), "a", 9), [0]), b"x")
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=end == "pass", env=os.environ)
     soon(lambda: (tmp_path / "a").read_bytes() == b"x")
     assert (tmp_path / "a").read_bytes() == b"x"
-
-
-@pytest.mark.parametrize("kept", [False, True], ids=["refused", "ignored"])
-def test_a_file_whose_mode_does_not_last_is_deleted_if_it_lacks_rows(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems know no modes; the front end refuses a file that is not there, too."""
-    file = filer._File(str(tmp_path / "a"), 0)
-    (tmp_path / "a").touch()
-
-    def fails(*given: Any, **named: Any) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(PUT, fails)
-    monkeypatch.setattr(os, "chmod", (lambda *given, **named: None) if kept else fails)
-    part = filer._Part(0, 1)
-    file.add(0, filer._Piece(part, 0, 1), (0, 1))
-    with pytest.raises(PermissionError):
-        file.write(memoryview(b"x"), file.runs)
-    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("taken", ["a link", "open to others"])

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -23,10 +23,10 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from saesteer.config.assets import Assets
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.engine.graph_sets import Sites, enough, sets_of, smallest
-from saesteer.kernels import layout, ops
+from saesteer.kernels import ops
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
@@ -62,39 +62,6 @@ def test_the_choice_has_what_is_needed_and_nothing_captured_with_fewer_ops_has(
     assert here.edits <= sets[at].edits and here.reads <= sets[at].edits | sets[at].reads
     assert not any(one.holds(here) for one in sets[:at])
     assert smallest(enough(sets, Sites(here.edits | {"mlp_out.9"}, here.reads)), range(len(sets))) == len(sets) - 1
-
-
-@given(some, some, st.integers(1, 4), st.lists(needs, max_size=8), st.sets(st.sampled_from((0, 1, 2, 3))))
-def test_a_batch_replays_a_graph_with_the_ops_of_all_its_requests(
-    dictionaries: frozenset[str], readable: frozenset[str], most: int, asked: list[Sites], captured: set[int]
-) -> None:
-    choice = graphs.Choice(sets_of(SITES, dictionaries, readable, most))
-    sets, last = choice.sets, len(choice.sets) - 1
-    for number, needed in enumerate(asked):
-        choice._needs[str(number)] = enough(sets, needed)
-    batch = [str(number) for number in range(len(asked))]
-    choice.look(["somebody else", *batch])
-    replayed: list[int] = []
-    held = {at for at in captured if at < last} | {last}
-    shape = graphs.chosen(choice, {at: {"shape": _Replayed(at, replayed)} for at in held})["shape"]
-    shape.replay()
-    nothing = frozenset[str]()
-    needed = Sites(nothing.union(*(one.edits for one in asked)), nothing.union(*(one.reads for one in asked)))
-    [at] = replayed
-    assert sets[at].holds(needed)
-    assert not any(sets[smaller].holds(needed) for smaller in held if smaller < at)
-    for name in batch:
-        choice.forget(name)
-    choice.look(["somebody else"])
-    assert choice.at == min(held)
-
-
-class _Replayed:
-    def __init__(self, at: int, into: list[int]) -> None:
-        self.at, self.into = at, into
-
-    def replay(self) -> None:
-        self.into.append(self.at)
 
 
 @pytest.fixture
@@ -231,14 +198,6 @@ def test_a_set_for_which_there_is_no_room_is_replaced_by_the_next_larger(
     assert caplog.text.count("too little GPU memory") == 2
 
 
-def test_one_set_leaves_vllm_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.graph_sets = engine.graph_sets[-1:]
-    world = Captured(engine, monkeypatch)
-    assert "capture" not in vars(world.manager)
-    world.capture()
-    assert all(isinstance(graph, Graph) for graph in world.manager.graphs.values())
-
-
 CLAMP = {"edits": [{"op": "clamp", "dictionary": "a", "feature": 1, "value": 50.0}]}
 ADD = {"edits": [{"op": "add", "vector": [1.0] * 32, "site": "resid_post.1"}]}
 
@@ -297,48 +256,4 @@ def test_the_set_follows_the_requests_of_each_step(engine: Engine) -> None:
     assert world.step("measured") == 1
 
 
-HIDDEN = {"return": {"hidden": True}}
 READS = {"return": {"hidden": True, "activations": [{"site": "resid_post.1"}]}}
-
-
-KINDS = {"plain": None, "clamp": CLAMP, "add": ADD, "hidden": HIDDEN, "reads": READS}
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batches=st.lists(st.sets(st.sampled_from([*KINDS]), min_size=1), max_size=8))
-def test_the_device_numbers_a_step_where_the_host_does(engine: Engine, batches: list[set[str]]) -> None:
-    """Sets in which nobody edits publish nothing, so no step that replays one may have a number."""
-    world = World(engine)
-    for slot, (name, spec) in enumerate(KINDS.items()):
-        world.arrive(name, slot, spec)
-    world.step("warm-up")
-    for batch in batches:
-        before, _ = engine.last_published()
-        sites = world.steering.choice.sets[world.step(*sorted(batch))]
-        work = engine.work[0].tolist()
-        counted = work[0] > 0 and bool(work[3] & layout.COUNTED)
-        assert counted == bool(batch & {"clamp", "add"}) <= bool(sites.edits)
-        assert engine.last_published()[0] == before + counted
-        assert world.steering.any == (batch != {"plain"})
-
-
-def test_a_request_that_one_rank_cannot_steer_counts_there_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(engine)
-    nothing: dict[str, Any] = {}
-    monkeypatch.setattr(engine, "make_row", lambda *_: nothing["gone"])
-    world.arrive("clamp", 0, CLAMP)
-    assert world.steering.failed and not world.steering.rows
-    assert world.step("clamp") == 1
-    world.state.remove_request("clamp")
-    assert world.step("plain") == 0
-
-
-@pytest.mark.parametrize("plan", [CLAMP, {"plan": b"no plan"}, {"plan": [1]}, "text"], ids=str)
-def test_what_is_no_plan_ends_its_request_alone(engine: Engine, plan: Any) -> None:
-    """vLLM also takes requests that no front end has looked at (``AsyncLLM.generate(EngineCoreRequest(...))``)."""
-    world = World(engine)
-    params = SimpleNamespace(extra_args={KEY: plan}, stop=[])
-    world.state.add_request(0, SimpleNamespace(req_id="wrong", sampling_params=params))
-    world.slots["wrong"] = 0
-    assert world.step("wrong") == len(world.steering.choice.sets) - 1
-    assert world.steering.failed["wrong"].startswith("broken: ")

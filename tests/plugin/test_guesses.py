@@ -21,7 +21,7 @@ from tests.plugin.heads import head
 from tests.plugin.said import same
 from tests.plugin.tiny_engine import GENERATED, TOKENS, left, metric, params_of, told
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]  # two or three engines; test_guessed_steps.py needs none
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # two or three engines
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11] * 4, [400, 3, 77] * 9, [9] * 40]
 SCORES = {"probes": [{**PROBE, "scope": EVERYWHERE}]}

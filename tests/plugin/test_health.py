@@ -1,6 +1,5 @@
 """What --fail-fast finds, from rows of lm_head to the requests that a scheduler ends. Starts no engine."""
 
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.utils import ConstantList
 
 from saesteer.errors import UnsupportedError
-from saesteer.plugin.results import counts, failures, health
+from saesteer.plugin.results import failures, health
 from saesteer.plugin.results.health import PERIODS, Health, attach, collapse, look
-from tests.plugin.fronts import Front, Scheduler, failing, running
 
 INF, NAN = float("inf"), float("nan")
 ROW = st.lists(st.sampled_from([0.0, 1.0, -3.5, 6e4]), min_size=3, max_size=3)
@@ -44,30 +42,12 @@ def test_exactly_the_rows_that_are_not_finite_fail(rows: Any, place: int, dtype:
     assert look(names, hidden, logits).failed == expected
 
 
-def test_a_row_without_any_token_left_fails() -> None:
-    assert look(["a"], torch.zeros(1, 2), torch.full((1, 3), -INF)).failed == {"a": "non_finite: logits"}
-
-
 def model(seen: Health, **options: Any) -> Any:
     """A runner's model, whose lm_head makes the logits that it is asked for."""
     found = nn.Module()
     found.compute_logits = lambda hidden: None if hidden is None else hidden * 2  # type: ignore[assignment]
     attach(SimpleNamespace(get_model=lambda: found, parallel_config=SimpleNamespace(**options)), seen)
     return found
-
-
-def test_a_step_is_seen_once() -> None:
-    seen = Health()
-    lm_head = model(seen)
-    lm_head.compute_logits(torch.full((4, 2), NAN))  # a dry run
-    assert seen.take() is None
-    seen.begin(["a", "b"], [1, 1])
-    assert lm_head.compute_logits(torch.tensor([[1.0, 1], [NAN, 1]])).shape == (2, 2)
-    lm_head.compute_logits(torch.full((2, 2), NAN))  # logprobs of prompts
-    found = seen.take()
-    assert found is not None and found.failed == {"b": "non_finite: hidden states"}
-    seen.begin(["a"], [1])
-    assert seen.take() is None, "another step"
 
 
 def test_rejected_drafts_are_rows_of_their_request() -> None:
@@ -84,15 +64,6 @@ def test_rejected_drafts_are_rows_of_their_request() -> None:
 def test_sharded_sampling_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="--fail-fast with batch-sharded sampling"):
         model(Health(), enable_batch_sharded_sampling=True)
-
-
-def test_a_snapshot_says_it_on_either_way_home() -> None:
-    """To a scheduler in the same process, and to one in another."""
-    batch = counts.SteeredBatch([], [], [], [], frozenset())
-    found = look(["a", "b"], torch.tensor([[NAN], [1.0]]), torch.zeros(2, 1))
-    snapshot = counts.Snapshot(batch, 0, SimpleNamespace(), {}, {"c": "gone"}, watched=20, look=found)  # type: ignore[arg-type]
-    for table in (snapshot, pickle.loads(pickle.dumps(snapshot))):
-        assert (table.failed, table.watched) == ({"a": "non_finite: hidden states", "c": "gone"}, 20)
 
 
 def collapsed(ids: list[int], after: int) -> int:
@@ -131,23 +102,6 @@ def test_a_collapse_is_found_at_its_first_token_however_they_come(ids: list[int]
     assert expected is None
 
 
-@pytest.mark.parametrize(("period", "tokens"), [(1, 17), (2, 18), (7, 23), (15, 31), (16, 32), (17, None)])
-@pytest.mark.parametrize("behind", [0, 1, 50])
-def test_how_many_tokens_a_collapse_takes(period: int, tokens: int | None, behind: int) -> None:
-    """With 16 tokens of repetition, anywhere in an answer: the period once, and 16 tokens that repeat it."""
-    ids = [*range(100, 100 + behind), *([*range(period)] * 40)[:200]]
-    found = [stop for stop in range(len(ids) + 1) if collapse(ids[:stop], stop - 1, 16)]
-    assert (found[0] - behind if found else None) == tokens
-
-
-def test_text_that_repeats_little_is_no_collapse() -> None:
-    row = [11, 12, 13, 12, 14, 12, 15]  # of a table, with other numbers in each
-    ids = [token if token % 2 == 0 else token + 100 * n for n in range(40) for token in row]
-    assert not collapse(ids, 0, 16)
-    assert not collapse([*range(20), *range(20), *range(20)], 0, 16), "a period of 20 tokens"
-    assert not collapse([5] * 16 + [6] + [5] * 16, 0, 16)
-
-
 @given(st.integers(0, 5), st.lists(st.integers(1, 4), min_size=1, max_size=40), st.integers(0, 40), st.integers(4, 20))
 def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], other_at: int, after: int) -> None:
     """However many tokens a step brings; once, or not at all."""
@@ -178,45 +132,3 @@ def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], o
             assert output.new_token_ids and output.finish_reason is None
     made = request.output_token_ids
     assert ended == (["a"] if any(collapsed(made[:stop], after) for stop in range(len(made) + 1)) else [])
-
-
-def test_whoever_ended_with_that_token_fails_as_well() -> None:
-    request: Any = SimpleNamespace(request_id="a", output_token_ids=[5] * 17, is_finished=lambda: True)
-    output = EngineCoreOutput("a", [5], finish_reason=FinishReason.LENGTH)
-    finished: list[Any] = []
-    scheduler = SimpleNamespace(finish_requests=lambda names, _: finished.extend(names))
-    health.end(scheduler, {0: EngineCoreOutputs(outputs=[output])}, [(request, 16)], 16)
-    assert (output.finish_reason, finished) == (FinishReason.ERROR, [])
-
-
-def test_what_is_not_finite_leaves_the_cache_and_takes_nobody_along() -> None:
-    """The one that shares its blocks ends by itself if it is not finite, too."""
-    scheduler = Scheduler(running("a"), running("c"), running("d"), running("e", edited=5))
-    ended = failures.end(scheduler, {"a": "non_finite: logits"})
-    assert [(request.request_id, word) for request, word in ended] == [("a", "non_finite: logits")]
-    assert scheduler.kv_cache_manager.evicted == {1, 2, 3, 7}
-    assert set(scheduler.requests) == {"c", "d", "e"}
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("non_finite: hidden states", "the hidden states held NaN or infinity"),
-        ("non_finite: logits", "the logits held NaN or infinity"),
-        ("collapsed: 3", r"the answer repeats itself \(period in tokens: 3\)"),
-    ],
-)
-@pytest.mark.parametrize("steered", [False, True], ids=["plain", "steered"])
-def test_whoever_waits_is_told(word: str, told: str, steered: bool) -> None:
-    front = Front()
-    queue, other = front.add("a"), front.add("b")
-    assert queue is not None and other is not None
-    if not steered:
-        del front.processor.request_states["a"].saesteer
-    front.process(failing("a", word), EngineCoreOutput("b", [6]))
-    with pytest.raises(failures.SpecRefused, match=told) as error:
-        queue.get_nowait()
-    assert error.value.code == word.partition(":")[0] and "--fail-fast" in str(error.value)
-    assert str(error.value).endswith(f"[{error.value.code}]")
-    output: Any = other.get_nowait()
-    assert output.outputs[0].token_ids == [6]

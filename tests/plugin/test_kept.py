@@ -2,14 +2,12 @@
 
 import errno
 import gc
-import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,23 +20,19 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict
 from vllm.v1.engine import FinishReason
 
 from saesteer.client import Client, numbers
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import RequestRefused, ServerError, SpecError
 from saesteer.language.spec import from_json
-from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results import consuming, counts, failures
-from saesteer.plugin.results.kept import LEAST, Handle, Results, Room
+from saesteer.plugin.results import counts, failures
+from saesteer.plugin.results.kept import LEAST, Handle, Results
 from tests.plugin.apps import app_of_vllm
-from tests.plugin.blobs import blob, readout
-from tests.plugin.results import DATA, ENTRY, files, fill_the_disk, kept, layout, results, state
+from tests.plugin.blobs import readout
+from tests.plugin.results import DATA, files, fill_the_disk, kept, layout, results, state
 
 ROUTE = "/v1/saesteer/results"
 KEY = {"Authorization": "Bearer usual"}
@@ -113,20 +107,6 @@ def test_what_is_no_handle_is_refused(app: Any, handle: str) -> None:
         assert TestClient(app, headers=KEY).request(method, f"{ROUTE}/{handle}").status_code == 404
 
 
-def test_the_document_describes_the_routes(app: Any) -> None:
-    found = app.openapi()["paths"][f"{ROUTE}/{{handle}}"]
-    assert found["get"]["responses"]["200"]["content"].keys() == {"application/octet-stream"}
-    assert found.keys() == {"get", "delete"} and "404" in found["delete"]["responses"]
-
-
-def test_a_result_can_be_read_to_its_end_though_it_is_deleted(tmp_path: Path) -> None:
-    found = results(tmp_path)
-    handle = kept(found)
-    with found.open(handle) as file:
-        found.delete(handle)
-        assert DATA in file.read()
-
-
 def test_what_expires_is_removed_by_whoever_looks(tmp_path: Path) -> None:
     found = results(tmp_path, number=3, seconds=60)
     handles = [kept(found) for _ in range(3)]
@@ -181,34 +161,6 @@ def test_more_than_fits_is_refused_with_the_numbers_and_nothing_is_dropped(tmp_p
     two.open(handle).close()
 
 
-def test_a_room_that_nobody_holds_is_given_up(tmp_path: Path) -> None:
-    found = results(tmp_path)
-    rooms = found.promise([10, 20])
-    assert len(files(found)) == 2
-    rooms[0].keep(ENTRY, DATA)
-    del rooms
-    gc.collect()
-    assert len(files(found)) == 1
-
-
-def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
-    found = results(tmp_path)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    (found.folder / f"{'0' * 32}.{ended.pid}").touch()
-    rooms = found.promise([10])
-    assert len(files(found)) == len(rooms)
-
-
-def test_a_result_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    found = results(tmp_path)
-    [room] = found.promise([10])
-    fill_the_disk(room)
-    with pytest.raises(OSError, match="No space"):
-        room.keep(ENTRY, DATA)
-    assert files(found) == []
-
-
 def test_handles_read_themselves_where_they_are_kept(tmp_path: Path) -> None:
     found = results(tmp_path)
     handle = kept(found)
@@ -221,42 +173,6 @@ def test_handles_read_themselves_where_they_are_kept(tmp_path: Path) -> None:
     handle.delete()
     with pytest.raises(SpecError, match="was deleted"):
         numbers({"handle": handle})
-
-
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-    reduce=st.sampled_from(["none", "mean", "max", "last"]),
-    cuts=st.sets(st.integers(1, 11), max_size=3),
-    stream=st.booleans(),
-)
-def test_a_result_is_what_the_answer_would_hold(
-    tmp_path: Path, dtype: str, reduce: Any, cuts: set[int], stream: bool
-) -> None:
-    found = results(tmp_path, number=10_000, size=1 << 30)
-    size = 4 if dtype == "float32" or reduce != "none" else 2
-    [room] = found.promise([layout(rows=24, width=3 * size) if reduce == "none" else 0])
-    told: list[Any] = []
-    for more in ({}, {"inline": False}):
-        fields: dict[str, Any] = {}
-        one = readout("activation", [(2, END)], reduce=reduce, **more)._replace(dtype=dtype)
-        rows = Rows([one], fields, [room.keep if isinstance(room, Room) else room] if more else [])
-        edges = [2, *sorted(cut for cut in cuts if cut > 2), 12]
-        for lo, hi in pairwise(edges):
-            number, spans, data = blob(0, one.readout, [(lo, hi)])
-            if reduce == "none" and dtype != "float32":
-                data = np.frombuffer(data, "<f4").astype("<f2").tobytes()  # two bytes each, whatever they stand for
-            rows.add([[number, spans, data]])
-            if stream:
-                rows.tell(8, hi - 7 if hi > 7 else 0, final=False)
-        rows.tell(8, 5, final=True)
-        told.append(fields["activations"])
-    inline, [handled] = told
-    assert numbers(handled).tolist() == [row for entry in inline for row in numbers(entry).tolist()]
-    positions = [at for entry in inline for at in entry["positions"]]
-    assert handled["positions"] == positions and handled["dtype"] == inline[0]["dtype"]
-    assert handled["shape"] == [sum(entry["shape"][0] for entry in inline), 3]
-    assert handled.keys() == inline[0].keys() - {"data"} | {"handle"}
 
 
 def report(found: Results, choices: int, reads: int = 1) -> counts.Report:
@@ -305,37 +221,6 @@ def test_a_folder_that_is_gone_or_full_is_no_error_of_the_server(tmp_path: Path)
     assert caught.value.code == "no_space"
 
 
-def test_handles_are_texts_in_every_body(tmp_path: Path) -> None:
-    class Body(BaseModel):
-        model_config = ConfigDict(extra="allow")
-
-    handle = kept(results(tmp_path))
-    said = {"saesteer": {"activations": [{"handle": handle}]}}
-    assert json.loads(Body(**said).model_dump_json()) == json.loads(json.dumps(said)) == said
-
-
-def test_each_choice_takes_its_rooms_and_an_abort_keeps_nothing(tmp_path: Path) -> None:
-    found = results(tmp_path)
-    asked = report(found, 3)
-    done, aborted, unborn = (asked.of_choice() for _ in range(3))
-    assert asked.rooms == []
-    [entry] = state(done).ends(FinishReason.STOP)["activations"]
-    assert numbers(entry).shape == (2, 3)
-    assert state(aborted).ends(FinishReason.ABORT)["activations"] == []
-    del done, aborted, unborn, asked
-    gc.collect()
-    assert files(found) == [entry["handle"]]
-
-
-def test_what_one_choice_has_kept_goes_when_another_is_aborted(tmp_path: Path) -> None:
-    found, asked = results(tmp_path), report(results(tmp_path), 2)
-    done, running = (state(asked.of_choice()) for _ in range(2))
-    done.ends(FinishReason.STOP)
-    assert len(files(found)) == 2, "a result, and a room"
-    consuming._leaving(lambda *_: ["a"])(SimpleNamespace(request_states={"a": running}), ["a"])
-    assert files(found) == [], "nor is there the room of a choice that somebody holds"
-
-
 @pytest.mark.parametrize("reads", [1, 2], ids=["", "behind another result"])
 def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) -> None:
     found = results(tmp_path)
@@ -356,3 +241,12 @@ def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) 
     assert isinstance(queue[-1], failures.SpecRefused), "behind the last output, whose place it takes"
     assert queue[-1].code == "no_space" and "No space left on device" in str(queue[-1])
     assert files(found) == []
+
+
+def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (found.folder / f"{'0' * 32}.{ended.pid}").touch()
+    rooms = found.promise([10])
+    assert len(files(found)) == len(rooms)

@@ -184,20 +184,3 @@ def test_whoever_has_taken_it_meanwhile_ends_too(make: Callable[..., Engine], ho
         assert engine.cached(step, name) == cached
         engine.take(step)
     engine.settle()
-
-
-def test_whoever_has_got_the_space_only_goes_on(make: Callable[..., Engine]) -> None:
-    """A preempted request's blocks go to others at once."""
-    engine = make(blocks=16)
-    engine.ask("fails")
-    step = engine.schedule("fails")
-    engine.preempt("fails")
-    engine.scheduler.waiting.remove_requests([engine.scheduler.requests["fails"]])
-    engine.ask("other", 1000)
-    engine.ask("another", 2000)
-    behind = engine.schedule("other", "another")
-    [had] = [set(one.block_ids[0]) for one in step.scheduled_new_reqs]
-    assert had & set().union(*(one.block_ids[0] for one in behind.scheduled_new_reqs))
-    assert engine.take(step, ["fails"]) == {"fails": WORD}
-    assert engine.take(behind) == {}
-    engine.settle()

@@ -22,15 +22,11 @@ from saesteer.consumers import Consumer, Request
 from saesteer.consumers.lines import Logging
 from saesteer.consumers.runner import Runner, Ticket
 from saesteer.errors import SpecError
-from saesteer.language.spec import from_json
-from saesteer.plugin import contract
 from saesteer.plugin.configured import configure
 from saesteer.plugin.door import logs
-from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results.failures import SpecRefused, raise_there
+from saesteer.plugin.results.failures import raise_there
 from saesteer.plugin.worker.steering import Steering
 from tests.plugin.conftest import BRIDGE, WIDTH
-from tests.spec.catalogs import CATALOG
 
 ROW = np.random.default_rng(5).normal(size=WIDTH).astype(np.float32)
 TEXT = base64.b64encode(ROW.tobytes()).decode()
@@ -47,34 +43,6 @@ def parts(text: str) -> list[str]:
     return [piece for piece in pieces if piece in text]
 
 
-def test_what_takes_a_spec_s_place_says_the_same_in_logs() -> None:
-    wire = {"edits": [{"op": "clamp", "dictionary": "gs15", "feature": n, "value": 1.0} for n in range(3)]}
-    params = SamplingParams(extra_args={"saesteer": wire})
-    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2], cache_salt=None)
-    Door().admit(from_json(wire), CATALOG, request)
-    admitted = params.extra_args["saesteer"]
-    assert isinstance(admitted["plan"], bytes)
-    assert logs.summary(admitted) == logs.summary(wire) == logs.summary(from_json(wire)) == "3 clamp"
-    assert logs.summary({"plan": TEXT, "said": TEXT}) == "an object of 2", "as a client may write"
-
-
-@pytest.mark.parametrize(
-    ("wire", "said"),
-    [
-        (SPEC, "2 add, 1 clamp"),
-        (from_json(SPEC), "2 add, 1 clamp"),
-        ({"edits": []}, "no edits"),
-        ({"edits": [{"op": TEXT}, {"op": {}}, 3, {}]}, "4 unknown"),
-        ({"edits": TEXT}, "an object of 1"),
-        (json.dumps(SPEC), f"a text of {len(json.dumps(SPEC))} characters"),
-        (NUMBERS["vector"], f"a list of {WIDTH}"),
-        (None, "null"),
-    ],
-)
-def test_a_spec_in_a_few_words(wire: Any, said: str) -> None:
-    assert logs.summary(wire) == said
-
-
 def test_what_is_printed_is_short_and_what_travels_is_whole() -> None:
     configure()
     assert str(SamplingParams()) == SamplingParams.__repr__.__wrapped__(SamplingParams()), "as it was"
@@ -87,54 +55,6 @@ def test_what_is_printed_is_short_and_what_travels_is_whole() -> None:
     fields = dict.fromkeys(NewRequestData.__dataclass_fields__)
     dumped = prepare_object_to_dump(NewRequestData(**{**fields, "sampling_params": params}))
     assert "2 add, 1 clamp" in dumped and not parts(dumped)
-
-
-@pytest.mark.skipif(
-    not any(hook.place == "door.logs:_of_body" for hook in contract.check("http")), reason="this vLLM prints no bodies"
-)
-def test_bodies_that_are_printed_when_debugging(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.serve.utils import request_logger
-
-    seen = logs._of_body(request_logger.RequestLogger.log_request_body)
-    monkeypatch.setattr(request_logger, "logger", logging.getLogger("tests.logs"))  # vLLM's own may not pass records on
-    bodies: list[dict[str, Any]] = [{"saesteer": SPEC}, {"vllm_xargs": {"saesteer": json.dumps(SPEC), "other": 1}}, {}]
-    with caplog.at_level(logging.DEBUG, logger="tests.logs"):
-        logger = request_logger.RequestLogger(max_log_len=None)
-        for body in bodies:
-            request = CompletionRequest(prompt="x", max_tokens=3, **body)
-            seen(logger, request)
-            assert {key: getattr(request, key) for key in body} == body, "the request itself stays"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3 and all('"max_tokens":3' in one for one in said)
-    assert '"saesteer":"2 add, 1 clamp"' in said[0] and '"saesteer":"a text of' in said[1]
-    assert not parts("".join(said))
-
-
-def test_a_refusal_is_no_failure_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    class Converted(Exception):
-        """As 0.33 ends a stream of /v1/messages."""
-
-        def __init__(self, param: str | None) -> None:
-            self.error_info = SimpleNamespace(param=param)
-
-    def raised(error: Exception) -> Any:
-        try:
-            raise error
-        except Exception as caught:  # noqa: BLE001  # with its traceback
-            return type(caught), caught, caught.__traceback__
-
-    refusal = SpecRefused(SpecError("no", field="saesteer.edits", code="out_of_range"))
-    silent = [refusal, Converted("saesteer"), Converted("saesteer.edits[0]")]
-    heard: list[Exception] = [ValueError("no"), Converted("model"), Converted(None), Converted("saesteers")]
-    for error in [*silent, *heard]:
-        record = logging.makeLogRecord({"msg": "Error", "exc_info": raised(error)})
-        assert logs._is_fit(record) is (error in heard)
-    assert logs._is_fit(logging.makeLogRecord({"msg": "%s", "args": ('{"vllm_xargs":null}',)}))
-    body = '{"vllm_xargs":{"saesteer":"..."}}'
-    assert not logs._is_fit(logging.makeLogRecord({"msg": "Received messages request %s", "args": (body,)}))
 
 
 ROUTES: list[tuple[str, dict[str, Any], bool]] = [

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,45 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from bench.dummy import cache_bytes, model_folder
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.loaders.formats import own
-from saesteer.plugin import contract
-from saesteer.plugin.results import counts
-from saesteer.plugin.worker import worker
 from tests.apart import hear, tell
 
 MODEL, WIDTH = "llama-3-1b", 2048  # every layer has full attention, so a block has the size of its tokens
 GIB = 1 << 30
-
-
-def test_what_is_built_behind_the_weights_counts_as_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.26 plans the KV cache with this figure; a reload of the model begins it anew."""
-    held = [1 * GIB]  # by others
-
-    def allocate(size: int) -> None:
-        held[0] += size
-
-    def load_model() -> None:
-        allocate(8 * GIB)
-        runner.model_memory_usage = 8 * GIB
-
-    def build(*_: Any) -> Any:
-        allocate(6 * GIB)
-        return SimpleNamespace(engine=SimpleNamespace(warm_reads=lambda: allocate(GIB // 4)), health=None)
-
-    parallel = SimpleNamespace(distributed_executor_backend="mp", world_size=1)
-    config = SimpleNamespace(parallel_config=parallel)
-    runner = SimpleNamespace(load_model=load_model, vllm_config=config, model_memory_usage=0)
-    made: Any = SimpleNamespace(model_runner=runner, is_driver_worker=True, compile_or_warm_up_model=None)
-    made.compile_or_warm_up_model = lambda: None
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held[0])
-    monkeypatch.setattr(contract, "install", lambda _: None)
-    monkeypatch.setattr(counts, "attach", lambda *_: None)
-    for name, stand_in in (("_build", build), ("_wrap_v1", lambda *_: None)):
-        monkeypatch.setattr(worker, name, stand_in)
-    assets: Any = None
-    worker.attach(made, assets)
-    for _ in range(2):
-        runner.load_model()
-        assert runner.model_memory_usage == 8 * GIB + 6 * GIB + GIB // 4
 
 
 @pytest.mark.slow

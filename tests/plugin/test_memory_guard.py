@@ -37,15 +37,6 @@ def group_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, 8 * GIB, 2 * GIB)
-    assert used() == 0.75
-
-
-def test_this_machine() -> None:
-    assert 0 < used() < 1
-
-
 @pytest.mark.parametrize(
     ("most", "now", "files", "share"),
     [

@@ -120,30 +120,6 @@ def test_a_change_that_fails_on_a_worker_is_no_change(engines: int) -> None:
     assert engine.told[-1]["unpin"] == [] and engine.told[-1]["pin"][0][0] == in_vain
 
 
-def test_changes_at_once_come_one_after_the_other() -> None:
-    known, engine = start(8), Workers()
-
-    async def all_at_once() -> None:
-        await asyncio.gather(*(known.put_vector(engine, f"v{n}", Given((1.0, n, 0))) for n in range(6)))
-
-    asyncio.run(all_at_once())
-    assert sorted(known.catalog.vectors) == [f"v{n}" for n in range(6)]
-    assert engine.pinned == [(1, 0)] * 6
-
-
-def test_names_that_are_used_stay() -> None:
-    known, engine = start(), Workers()
-    put(known, engine, "v", 1, 0, 0)
-    asyncio.run(known.put_module(engine, "m", SPEC))
-    with pytest.raises(RegistryError, match="module m"):
-        asyncio.run(known.delete(engine, "vector", "v"))
-    with pytest.raises(SpecError, match="expected one of: m"):
-        asyncio.run(known.delete(engine, "module", "n"))
-    asyncio.run(known.delete(engine, "module", "m"))
-    asyncio.run(known.delete(engine, "vector", "v"))
-    assert not known.catalog.vectors and not known.catalog.modules
-
-
 def test_a_module_is_set_as_the_default_for_what_is_admitted_later() -> None:
     known, engine = start(), Workers()
     put(known, engine, "v", 1, 0, 0)

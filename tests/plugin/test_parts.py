@@ -14,8 +14,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
 from saesteer.plugin.door import admission, borders, conversation, frontend
-from saesteer.plugin.prefix_cache import RUNS
-from saesteer.plugin.reasoning import BORDER, Border, arguments, closing
+from saesteer.plugin.reasoning import BORDER, Border, closing
 from tests.plugin.conftest import BRIDGE, CUDA, OCEAN, answer, preemptions
 from tests.plugin.read_requests import ask
 from tests.plugin.reasoner import border_in, options, text
@@ -120,17 +119,6 @@ def test_what_the_device_is_to_look_for(door: Any) -> None:
     assert BORDER not in door(Parser(), [5], [CLAMP])
 
 
-def test_prompts_are_shared_by_requests_that_edit_parts_of_answers(door: Any) -> None:
-    """Whatever follows them: of what comes behind the prompt, keys tell where a part is looked for."""
-    answer = {**CLAMP, "feature": 2, "scope": {"part": "answer"}}
-    short, long, plain = (
-        door(Parser(), [5, 6] + [5] * more, edits)[RUNS]
-        for more, edits in ((2, [CLAMP, answer]), (4, [CLAMP, answer]), (2, [CLAMP]))
-    )
-    assert short[0][2] == long[0][2] == plain[0][2] and (short[0][1], long[0][1]) == (4, 6)
-    assert short[1][2] != long[1][2], "the border is looked for behind another place"
-
-
 @pytest.mark.parametrize(
     ("parser", "parts", "words"),
     [
@@ -151,19 +139,6 @@ def test_edits_of_a_part_are_refused_where_tokens_are_guessed(door: Any) -> None
     edits = [{**CLAMP, "scope": {"part": "answer"}}]
     with pytest.raises(SpecError, match=r"scope.part: .*this server guesses tokens \(speculative decoding\)"):
         door(Parser(), [5, 6], edits, guesses=object())
-
-
-def test_scopes_that_name_a_part_and_the_prompt() -> None:
-    for more in ({"prompt": True}, {"generated": False}, {"messages": "user"}):
-        with pytest.raises(SpecError, match=r"saesteer.edits\[0\].scope.part: names generated tokens"):
-            from_json({"edits": [{**CLAMP, "scope": {"part": "answer", **more}}]})
-
-
-def test_what_a_parser_is_made_with() -> None:
-    """What a message between processes can hold."""
-    template = {"thinking": True, "effort": "high", "budget": 3, "documents": [1], "render": print, "none": None}
-    assert arguments(template) == {"chat_template_kwargs": {"thinking": True, "effort": "high", "budget": 3}}
-    assert arguments({"tools": []}) == {}
 
 
 @pytest.mark.parametrize("kind", ["token", "multimodal"])

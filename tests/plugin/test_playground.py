@@ -23,7 +23,6 @@ from tests.plugin.conftest import random_coder
 
 STORED = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 OURS = [path for path in STORED if "vendor" not in path.parts]
-MOST = 300_000  # bytes of all files
 LISTED = "/v1/saesteer/dictionaries"
 # Of npm's lit-html 3.3.3, whose files are here as they are there.
 VENDORED = {
@@ -139,33 +138,11 @@ def test_a_server_that_cannot_steer_has_none(monkeypatch: pytest.MonkeyPatch) ->
     assert client_of(monkeypatch).get(PREFIX).status_code == 404
 
 
-def test_what_the_page_asks_for_needs_the_key(client: Any) -> None:
-    for path in ("/v1/models", LISTED, "/v1/saesteer/features?dictionary=demo&q=x"):
-        assert client.get(path).status_code == 401
-    assert client.post("/v1/chat/completions", json={}).status_code == 401
-
-
-def test_the_files_are_small_and_name_no_other_host() -> None:
-    assert sum(path.stat().st_size for path in STORED) < MOST
-    for path in OURS:
-        found = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`]*", path.read_text())
-        assert [one for one in found if one != "http://www.w3.org/2000/svg"] == [], path
-    page = (FOLDER / "index.html").read_text()
-    assert set(re.findall(r'(?:src|href)="([^"]+)"', page)) <= FILES.keys()
-    assert not re.search(r"<style|style=|onclick|<script>", page)
-
-
 def test_no_text_becomes_html_or_code_and_nothing_is_stored() -> None:
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|unsafe|\beval\b|new Function"
     forbidden += r"|Storage\b|cookie|indexedDB|pushState|replaceState|location\.(?:hash|search)"
     for path in OURS:
         assert not re.search(forbidden, path.read_text()), path
-
-
-@pytest.mark.parametrize("path", [path for path in OURS if path.suffix == ".js"], ids=lambda path: str(path.stem))
-def test_scripts_are_short_and_say_what_they_are(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 400 and lines[0].startswith("// ") and max(map(len, lines)) <= 120
 
 
 def test_the_library_is_as_its_authors_publish_it() -> None:

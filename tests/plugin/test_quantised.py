@@ -147,12 +147,3 @@ def test_an_adapter_is_steered_at_every_site(tmp_path: Path, capsys: Any) -> Non
     merge_adapter(adapter, model)
     with capsys.disabled():
         check(tmp_path, model, quantised.LLAMA, {"enable_lora": True, "max_lora_rank": 8}, adapter)
-
-
-@pytest.mark.parametrize("kind", quantised.CONFIGS)
-def test_what_a_checkpoint_stands_for_is_close_to_what_was_quantised(kind: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(64, 256, generator=draw)
-    stored, meant = quantised.CONFIGS[kind][0](weight)
-    assert (weight - meant).abs().max() < {"int8": 0.05, "fp8": 0.3}.get(kind, 0.4)
-    assert len(stored) > 1 and all(one.is_contiguous() for one in stored.values())

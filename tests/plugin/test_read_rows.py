@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.engine.brought import Brought
+
 from saesteer.engine.readouts import Reading
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Window
-from saesteer.plugin.results import counts, reads
-from saesteer.plugin.results.reads import READ
-from tests.plugin.blobs import PROBE, SITE, blob, brought, inside, numbers, of_kind, output, readout, row, strongest
+from tests.plugin.blobs import SITE, blob, inside, numbers, of_kind, readout, row, strongest
 from tests.spec.scopes import windows
 
 WIDTH = 3
@@ -114,91 +111,6 @@ def test_each_position_once_however_it_is_computed(
     assert (last["positions"], numbers(last)) == ([end - 1], [row(end - 1)])
 
 
-class Shelf:
-    """A file of rows, in memory, with results of four float32 each; what is kept goes into a store."""
-
-    width = 16
-
-    def __init__(self, store: list[tuple[Any, bytes]], sites: int) -> None:
-        self.store, self.size, self.rows = store, self.width * sites, dict[int, bytes]()
-
-    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
-        at = 0
-        for first, count in places:
-            for place in range(first, first + count):
-                self.rows[place] = data[at : at + self.size]
-                at += self.size
-        assert at == len(data)
-
-    def keep(self, entries: Sequence[Any], places: Sequence[int]) -> list[str]:
-        for at, entry in enumerate(entries):
-            own = slice(self.width * at, self.width * (at + 1))
-            self.store.append((dict(entry), b"".join(self.rows[place][own] for place in places)))
-        return ["a handle"] * len(entries)
-
-
-@given(
-    how=st.sampled_from(["none", "mean", "max", "last", "message"]),
-    scope=windows(),
-    sites=st.integers(1, 4),
-    prompt=st.integers(1, 9),
-    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=9),
-    streams=st.booleans(),
-    kept=st.booleans(),
-)
-def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
-    how: Any, scope: list[Window], sites: int, prompt: int, chunks: list[int], streams: bool, kept: bool
-) -> None:
-    starts = STARTS if how == "message" else ()
-    one = readout("activation", scope, reduce=how, starts=starts, inline=not kept)
-    names = [{"name": f"site {at}"} for at in range(sites)]
-    store: list[tuple[Any, bytes]] = []
-
-    def keep(entry: Any, data: bytes) -> str:
-        store.append((dict(entry), data))
-        return f"handle {len(store)}"
-
-    apart: dict[str, Any] = {}
-    joined: dict[str, Any] = {}
-    whole = how == "none"
-    alone_in = [Shelf(store, 1) for _ in names] if whole else [keep] * sites
-    alone = Rows([one._replace(about=name) for name in names], apart, alone_in)
-    both_in = [Shelf(store, sites)] if whole else [keep] * sites
-    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, both_in)
-    computed = 0
-    for tokens in chunks:
-        asked = inside(scope, computed, computed + tokens)
-        for spans in pieces(asked, starts) if how == "message" else [asked] * bool(asked):
-            at = [p for lo, hi in spans for p in range(lo, hi)]
-            x = np.array([[[*row(p), site] for site in range(sites)] for p in at], dtype="<f4")
-            made = {"none": x, "max": x.max(0), "last": x[-1]}.get(how, x.sum(0)).astype("<f4")
-            both.add([[0, spans, made.tobytes()]])
-            alone.add([[n, spans, made[..., n, :].tobytes()] for n in range(sites)])
-        computed += tokens
-        if streams and computed > prompt:
-            alone.tell(prompt, computed - prompt, final=False)
-            both.tell(prompt, computed - prompt, final=False)
-    for rows in (alone, both):
-        rows.tell(prompt, max(1, computed - prompt), final=True)
-
-    def numbered(fields: Any) -> list[Any]:
-        found = sorted(fields["activations"], key=lambda entry: entry["name"])
-        return [{name: value for name, value in entry.items() if name != "handle"} for entry in found]
-
-    assert numbered(joined) == numbered(apart)
-    half = len(store) // 2
-    assert sorted(map(repr, store[:half])) == sorted(map(repr, store[half:]))
-
-
-def pieces(spans: Sequence[Window], starts: Sequence[int]) -> list[list[Window]]:
-    """The spans, cut where messages begin."""
-    found = []
-    for lo, hi in spans:
-        cuts = [lo, *(at for at in sorted(set(starts)) if lo < at < hi), hi]
-        found += [[(a, b)] for a, b in pairwise(cuts)]
-    return found
-
-
 STARTS = (0, 5, 9, 9)
 
 
@@ -271,64 +183,152 @@ def test_an_answer_that_read_nothing_has_empty_entries() -> None:
     }
 
 
-def test_an_answer_that_a_rule_ends_in_its_prompt_has_read_all_of_the_prompt() -> None:
+HOWS = ("none", "mean", "max", "last")
+SHELF = SimpleNamespace(width=12, write=lambda *_: None, keep=lambda entries, _: ["a handle"] * len(entries))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    data=st.data(),
+    prompt=st.integers(1, 14),
+    generated=st.integers(0, 6),
+    streams=st.booleans(),
+    scopes=st.lists(windows(), min_size=7, max_size=7),
+)
+def test_what_was_read_and_what_was_cached_are_the_scope(
+    data: st.DataObject, prompt: int, generated: int, streams: bool, scopes: Any
+) -> None:
+    """Each position is in one of both; a rule ends the answer in its prompt where there is no generated token."""
+    cached = data.draw(st.integers(0, prompt - 1), label="cached")
+    found = [
+        readout("features", scopes[0], top_k=2, features=(8,)),
+        readout("probe", scopes[1], probe=Direction("p", 3)),
+        *(readout("activation", scope, reduce=how) for how, scope in zip(HOWS, scopes[2:6], strict=True)),
+        readout("activation", scopes[6], inline=False)._replace(about={"name": "kept"}),
+        readout("hidden", (), last=True),
+    ]
     fields: dict[str, Any] = {}
-    rows = Rows([readout("probe", [(0, END)], probe=Direction("p", 3))], fields)
-    one = rows._readouts[0].readout
-    rows.add([blob(0, one, [(0, 5)]), blob(0, one, [(5, 9)])])
-    rows.tell(9, 0, final=True)
-    assert [p for entry in fields["probes"] for p in entry["positions"]] == [*range(9)]
+    rows, waiting, read = Rows(found, fields, [SHELF]), list[Any](), set[int]()
+    first = min((scope[0][0] for scope in scopes if scope), default=END)  # where a preempted request begins at last
+    told, at = 0, cached
+    ends_in = data.draw(st.integers(cached + 1, prompt), label="ends in") if not generated else END
+    while True:
+        at = min(at, data.draw(st.integers(0, first))) if not data.draw(st.integers(0, 3), label="preempted") else at
+        step = min(prompt + told, at + data.draw(st.integers(1, 8)))
+        for number, (one, *_) in enumerate(found):
+            if spans := inside(one.windows, at, step):
+                waiting.append(blob(number, one, spans))
+        read.update(range(at, step))
+        at = step
+        if at >= ends_in or at == prompt + told:
+            told += bool(generated)
+            rows.add(waiting)
+            waiting, final = [], told == generated
+            if streams or final:
+                rows.tell(prompt, told, final=final, cached=cached)
+            if final:
+                break
+    end = prompt + max(0, generated - 1)
+    all_ = {"features": fields["features"], "probe": fields["probes"]}
+    all_ |= {name: of_kind(fields, name) for name in (*(f"activation {how}" for how in HOWS), "kept")}
+    for scope, (name, (entry, *later)) in zip(scopes, all_.items(), strict=True):
+        assert not any("cached" in one for one in later), name
+        skipped = {p for lo, hi in entry.get("cached", ()) for p in range(lo, hi)}
+        asked = {p for lo, hi in scope for p in range(lo, min(hi, end))}
+        has = [
+            one["position"] if isinstance(one, dict) else one
+            for entry in (entry, *later)
+            for one in entry.get("rows", entry.get("positions"))
+        ]
+        if "tokens" in entry:
+            has = sorted(asked & read)
+            assert entry["tokens"] == len(has) and entry["positions"] == ([has[0], has[-1] + 1] if has else [])
+        assert skipped.isdisjoint(has) and all(p < cached for p in skipped), name
+        assert skipped | set(has) == (asked if generated else asked & (read | {*range(cached)})), name
+        assert entry.get("cached") != [] and all(lo < hi for lo, hi in entry.get("cached", ())), name
+    assert "cached" not in fields["hidden"][0]
 
 
-LAST = Reading("hidden", (), True, (), True, "none", None, 0, ())
+class Shelf:
+    """A file of rows, in memory, with results of four float32 each; what is kept goes into a store."""
+
+    width = 16
+
+    def __init__(self, store: list[tuple[Any, bytes]], sites: int) -> None:
+        self.store, self.size, self.rows = store, self.width * sites, dict[int, bytes]()
+
+    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
+        at = 0
+        for first, count in places:
+            for place in range(first, first + count):
+                self.rows[place] = data[at : at + self.size]
+                at += self.size
+        assert at == len(data)
+
+    def keep(self, entries: Sequence[Any], places: Sequence[int]) -> list[str]:
+        for at, entry in enumerate(entries):
+            own = slice(self.width * at, self.width * (at + 1))
+            self.store.append((dict(entry), b"".join(self.rows[place][own] for place in places)))
+        return ["a handle"] * len(entries)
 
 
-def send(scheduler: Any, made: list[Any], found: Brought | None, stops: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """What the outputs carry, as number and positions."""
-    reads.send(scheduler, {0: SimpleNamespace(outputs=made)}, found, frozenset(stops))
-    return {
-        one.request_id: [(number, *spans) for number, spans, _ in one.kv_transfer_params[READ]]
-        for one in made
-        if READ in (one.kv_transfer_params or {})
-    }
+def pieces(spans: Sequence[Window], starts: Sequence[int]) -> list[list[Window]]:
+    """The spans, cut where messages begin."""
+    found = []
+    for lo, hi in spans:
+        cuts = [lo, *(at for at in sorted(set(starts)) if lo < at < hi), hi]
+        found += [[(a, b)] for a, b in pairwise(cuts)]
+    return found
 
 
-def test_what_is_read_waits_for_its_request_s_next_output() -> None:
-    scheduler = SimpleNamespace(requests={"a": 1, "b": 2})
-    assert send(scheduler, [output("b")], brought(("a", PROBE, 0), ("b", PROBE, 5))) == {"b": [(1, (5, 6))]}
-    assert send(scheduler, [output("b")], None) == {}
-    kept = output("a", sent={"other": 7})
-    assert send(scheduler, [kept], brought(("a", PROBE, 1))) == {"a": [(0, (0, 1)), (0, (1, 2))]}
-    assert kept.kv_transfer_params["other"] == 7
-    assert scheduler.saesteer_read == {}
+@given(
+    how=st.sampled_from(["none", "mean", "max", "last", "message"]),
+    scope=windows(),
+    sites=st.integers(1, 4),
+    prompt=st.integers(1, 9),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    streams=st.booleans(),
+    kept=st.booleans(),
+)
+def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
+    how: Any, scope: list[Window], sites: int, prompt: int, chunks: list[int], streams: bool, kept: bool
+) -> None:
+    starts = STARTS if how == "message" else ()
+    one = readout("activation", scope, reduce=how, starts=starts, inline=not kept)
+    names = [{"name": f"site {at}"} for at in range(sites)]
+    store: list[tuple[Any, bytes]] = []
 
+    def keep(entry: Any, data: bytes) -> str:
+        store.append((dict(entry), data))
+        return f"handle {len(store)}"
 
-def test_the_row_of_the_last_token_comes_only_where_an_answer_may_end() -> None:
-    scheduler = SimpleNamespace(requests=dict.fromkeys("abc"))
-    made = [output("a"), output("b", "length"), output("c")]
-    found = brought(("a", LAST, 3), ("b", LAST, 4), ("c", LAST, 5))
-    assert send(scheduler, made, found, ["c"]) == {"b": [(1, (4, 5))], "c": [(2, (5, 6))]}
-    assert scheduler.saesteer_read == {}
+    apart: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
+    whole = how == "none"
+    alone_in = [Shelf(store, 1) for _ in names] if whole else [keep] * sites
+    alone = Rows([one._replace(about=name) for name in names], apart, alone_in)
+    both_in = [Shelf(store, sites)] if whole else [keep] * sites
+    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, both_in)
+    computed = 0
+    for tokens in chunks:
+        asked = inside(scope, computed, computed + tokens)
+        for spans in pieces(asked, starts) if how == "message" else [asked] * bool(asked):
+            at = [p for lo, hi in spans for p in range(lo, hi)]
+            x = np.array([[[*row(p), site] for site in range(sites)] for p in at], dtype="<f4")
+            made = {"none": x, "max": x.max(0), "last": x[-1]}.get(how, x.sum(0)).astype("<f4")
+            both.add([[0, spans, made.tobytes()]])
+            alone.add([[n, spans, made[..., n, :].tobytes()] for n in range(sites)])
+        computed += tokens
+        if streams and computed > prompt:
+            alone.tell(prompt, computed - prompt, final=False)
+            both.tell(prompt, computed - prompt, final=False)
+    for rows in (alone, both):
+        rows.tell(prompt, max(1, computed - prompt), final=True)
 
+    def numbered(fields: Any) -> list[Any]:
+        found = sorted(fields["activations"], key=lambda entry: entry["name"])
+        return [{name: value for name, value in entry.items() if name != "handle"} for entry in found]
 
-def test_a_step_in_which_nobody_is_steered_lets_go_of_what_an_aborted_request_has_read() -> None:
-    outputs: dict[int, Any] = {}
-    scheduler = SimpleNamespace(requests={"a": 1}, finished_req_ids=set())
-    step = partial(counts._sending(lambda *_: outputs), scheduler, None)
-    send(scheduler, [], brought(("a", PROBE, 0)))
-    assert step(SimpleNamespace()) is outputs
-    assert set(scheduler.saesteer_read) == {"a"}
-    scheduler.requests.clear()
-    assert step(SimpleNamespace()) is outputs
-    assert scheduler.saesteer_read == {}
-
-
-def test_nothing_is_kept_for_a_request_that_has_ended() -> None:
-    scheduler = SimpleNamespace(requests=dict.fromkeys("ab"))
-    send(scheduler, [], brought(("a", PROBE, 0), ("b", PROBE, 0)))
-    assert set(scheduler.saesteer_read) == {"a", "b"}
-    del scheduler.requests["a"]
-    send(scheduler, [], None)
-    assert set(scheduler.saesteer_read) == {"b"}
-    send(scheduler, [], brought(("a", PROBE, 1)))  # a step that was on its way
-    assert set(scheduler.saesteer_read) == {"b"}
+    assert numbered(joined) == numbered(apart)
+    half = len(store) // 2
+    assert sorted(map(repr, store[:half])) == sorted(map(repr, store[half:]))

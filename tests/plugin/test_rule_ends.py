@@ -14,7 +14,7 @@ from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
 from saesteer.plugin.results import counts, rules
-from saesteer.plugin.results.rules import FIRED, RULES, keep_last_text
+from saesteer.plugin.results.rules import FIRED, RULES
 from tests.plugin.blobs import blob, inside, readout
 
 PROMPT = 4
@@ -52,13 +52,6 @@ class Scheduler:
 
 def fired(output: Any) -> Any:
     return (output.kv_transfer_params or {}).get(FIRED)
-
-
-def test_the_token_sampled_there_is_the_last() -> None:
-    one = Scheduler(PROMPT + 2, stop=1)
-    output = one.step(PROMPT, 1.0, new_token_ids=[7])
-    assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([7], FinishReason.STOP, STOP)
-    assert fired(output) == [["stop", STOP, PROMPT]] and one.finished == ["one"]
 
 
 @pytest.mark.parametrize("position", [1, PROMPT - 1])
@@ -99,68 +92,6 @@ def test_no_row_of_experts_stands_behind_a_stop(position: int, tokens: int) -> N
     assert np.array_equal(output.routed_experts, rows[: PROMPT + tokens - 1])
 
 
-def test_an_output_without_a_token_says_what_the_prefix_cache_had() -> None:
-    """vLLM's own outputs say it with a request's first token."""
-    output = Scheduler(PROMPT, stop=1).step(2, 1.0)
-    assert output.prefill_stats.num_cached_tokens == 2
-
-
-def test_a_model_that_stops_by_itself_there_has_stopped() -> None:
-    one = Scheduler(PROMPT + 2, stop=1)
-    output = one.step(PROMPT, 1.0, new_token_ids=[7], finish_reason=FinishReason.STOP, stop_reason=7)
-    assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, 7)
-    assert fired(output) == [["stop", STOP, PROMPT]]
-
-
-def test_a_flag_waits_for_an_output_and_counts_once() -> None:
-    one = Scheduler(PROMPT, flag=2)
-    assert one.step(0, 1.0, 1.0) is None, "in mid-prompt there is none"
-    one.request.num_tokens += 1
-    output = one.step(2, 1.0, 1.0, new_token_ids=[7])
-    assert fired(output) == [["flag", FLAG, 1]] and output.finish_reason is None
-    one.request.num_tokens += 1
-    assert fired(one.step(0, *[1.0] * 5, new_token_ids=[7])) is None, "behind a preemption"
-    assert not one.finished
-
-
-def test_a_flag_waits_for_an_output_though_nothing_is_watched_there() -> None:
-    """A scope that ends in an early chunk of the prompt: the step that brings the first token has no value of it."""
-    one, kept = Scheduler(PROMPT, flag=1), "saesteer_fired"
-    assert one.step(0, 0.0, 1.0) is None and one.step(2) is None
-    one.request.num_tokens += 1
-    assert fired(one.step(3, new_token_ids=[7])) == [["flag", FLAG, 1]]
-    assert fired(one.step(4, new_token_ids=[8])) is None and vars(one)[kept] == {}
-    aborted = Scheduler(PROMPT, flag=1)
-    assert aborted.step(0, 1.0) is None and len(vars(aborted)[kept]) == 1
-    aborted.requests = {}
-    aborted.step(0)
-    assert vars(aborted)[kept] == {}
-
-
-def test_a_dropped_token_is_sampled_again() -> None:
-    """The run goes on where the token is known, whatever was computed behind it before."""
-    one = Scheduler(PROMPT + 2, stop=3)
-    assert one.step(PROMPT - 1, 1.0, 1.0, new_token_ids=[7]).finish_reason is None
-    assert one.step(PROMPT + 1, 1.0) is None and not one.finished, "preempted: the token of this step was dropped"
-    one.request.num_tokens += 1
-    output = one.step(PROMPT - 1, 1.0, 1.0, 1.0, new_token_ids=[8])
-    assert fired(output) == [["stop", STOP, PROMPT + 1]]
-
-
-def test_requests_that_have_ended_are_left_alone() -> None:
-    brought: Any = SimpleNamespace(watched=lambda: {name: {} for name in ("gone", "ended", "runs")})
-    known = {"ended": SimpleNamespace(is_finished=lambda: True), "runs": SimpleNamespace(is_finished=lambda: False)}
-    assert rules.watched(SimpleNamespace(requests=known), brought) == [(known["runs"], {})]
-
-
-def test_the_last_text_is_kept() -> None:
-    heard: list[Any] = []
-    detokenizer = SimpleNamespace(update=lambda ids, stopped: heard.append((ids, stopped)))
-    keep_last_text(detokenizer)
-    detokenizer.update([7], True)  # as vLLM calls it
-    assert heard == [([7], False)]
-
-
 @pytest.mark.parametrize("known", [1, 6], ids=["a chunk", "all"])
 def test_a_prompt_that_a_stop_has_ended_can_be_echoed_with_its_logprobs(known: int) -> None:
     """vLLM has those of whole prompts alone, and looks for that of the last token."""
@@ -197,3 +128,13 @@ def test_an_answer_that_a_rule_ends_in_its_prompt_has_what_was_read_of_it(comput
     assert scores["positions"] == [*range(computed)]
     assert mean["tokens"] == int(computed == 9)
     assert (hidden["positions"], hidden["shape"]) == ([], [0, 0])
+
+
+def test_a_dropped_token_is_sampled_again() -> None:
+    """The run goes on where the token is known, whatever was computed behind it before."""
+    one = Scheduler(PROMPT + 2, stop=3)
+    assert one.step(PROMPT - 1, 1.0, 1.0, new_token_ids=[7]).finish_reason is None
+    assert one.step(PROMPT + 1, 1.0) is None and not one.finished, "preempted: the token of this step was dropped"
+    one.request.num_tokens += 1
+    output = one.step(PROMPT - 1, 1.0, 1.0, 1.0, new_token_ids=[8])
+    assert fired(output) == [["stop", STOP, PROMPT + 1]]

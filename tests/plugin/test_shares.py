@@ -18,7 +18,7 @@ from saesteer.plugin.http import results as routes
 from saesteer.plugin.results.kept import LEAST, Results, client
 from saesteer.plugin.results.spools import View
 from tests.plugin.apps import app_of_vllm
-from tests.plugin.results import DATA, ENTRY, files, kept, results
+from tests.plugin.results import ENTRY, files, kept, results
 
 ROUTE = "/v1/saesteer/results"
 
@@ -62,15 +62,6 @@ def test_no_client_takes_all_room_and_each_next_one_has_some(tmp_path: Path) -> 
     assert one.promise([1] * 5), "who is no client of HTTP gets all that is left"
 
 
-def test_handles_say_nothing_of_a_key(tmp_path: Path) -> None:
-    begins = []
-    for place in ("one", "two"):
-        (tmp_path / place).mkdir(mode=0o700)
-        with sent_by("key"):
-            begins.append(kept(results(tmp_path / place))[:8])
-    assert begins[0] != begins[1], "of two servers"
-
-
 def test_a_deleted_result_counts_until_its_last_reader_closes_it(tmp_path: Path) -> None:
     """Limit 4 MiB, twenty times promised 3 MiB, opened and deleted: 60 MiB on the disk, of which none counted."""
     found = results(tmp_path, size=4 << 20)
@@ -93,17 +84,6 @@ def test_a_deleted_result_counts_until_its_last_reader_closes_it(tmp_path: Path)
         assert len(file.read()) > 3 << 20
     time.sleep(0.1)
     opened().close()
-
-
-def test_an_expired_result_counts_until_its_last_reader_closes_it(tmp_path: Path) -> None:
-    found = results(tmp_path)
-    handle = kept(found)
-    with found.open(handle) as file:
-        past = time.time() - 61
-        os.utime(found.folder / handle, (past, past))
-        assert len(found.sweep()) == len(found.sweep()) == 1
-        assert DATA in file.read()
-    assert found.sweep() == [] == files(found)
 
 
 class Slow:
@@ -176,3 +156,12 @@ def test_so_many_are_fetched_at_a_time(app: Any, tmp_path: Path) -> None:
 
     assert asyncio.run(fetch()) == [429, 200]
     assert found.fetches.total() == routes.MOST // 2
+
+
+def test_handles_say_nothing_of_a_key(tmp_path: Path) -> None:
+    begins = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir(mode=0o700)
+        with sent_by("key"):
+            begins.append(kept(results(tmp_path / place))[:8])
+    assert begins[0] != begins[1], "of two servers"

@@ -1,13 +1,11 @@
 """Rows on their way from a step into the files that handles name, and back. Starts no engine."""
 
 import errno
-import gc
 import io
 import os
 import pickle
 import platform
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +22,15 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.brought import Brought
 from saesteer.engine.filer import put
-from saesteer.engine.sinks import SPOOLS, Sinks, address
+from saesteer.engine.sinks import SPOOLS
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog, Window
 from saesteer.plugin.door.admission import Door, without_ours
 from saesteer.plugin.results.kept import LEAST, Results
 from tests.plugin.blobs import inside
-from tests.plugin.filers import PUT, in_this_process, path_of, steps_of_copies
-from tests.plugin.results import files, kept
+from tests.plugin.filers import PUT, in_this_process, path_of
+from tests.plugin.results import files
 from tests.plugin.spooling import STEP, WIDTH, Steps, check, filed, roomy, sinks_of, spool_of, told
 from tests.spec.scopes import windows
 
@@ -123,21 +121,6 @@ def test_a_result_is_read_in_any_pieces(tmp_path: Path) -> None:
         file.close()
 
 
-def test_rows_of_a_step_that_leaves_its_process_wait_for_no_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one process they come home together, when somebody asks."""
-    several = steps_of_copies(monkeypatch)
-    steps, sinks = Steps([(0, END)]), sinks_of(spool_of(roomy(tmp_path)))
-    brought = [steps.run(sinks, at, at + 1) for at in range(3)]
-    assert not several
-    pickle.dumps(brought)
-    assert several == [3]
-    for at in range(3, 5):
-        steps.run(sinks, at, at + 1)
-    assert several == [3, 1, 1]
-
-
 def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, steps = roomy(tmp_path), Steps([(0, END)])
     one, two = spool_of(found), spool_of(found)
@@ -174,82 +157,6 @@ def test_rows_that_come_here_and_do_not_fit_on_the_disk_end_their_request(tmp_pa
     with pytest.raises(OSError, match="No space"):
         rows.tell(1, 1, final=True)
     assert files(found) == []
-
-
-def test_a_file_that_nobody_holds_is_given_up_though_a_worker_has_it_open(tmp_path: Path) -> None:
-    found, steps = roomy(tmp_path), Steps([(0, END)])
-    made = spool_of(found)
-    sinks = sinks_of(made)
-    assert len(files(found)) == 1
-    del made
-    gc.collect()
-    assert files(found) == []
-    brought = steps.run(sinks, 0, 5)
-    assert brought is not None and said_of(brought)
-
-
-def test_workers_elsewhere_and_files_that_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = spool_of(roomy(tmp_path))
-    here = address([(0, *made.address)])
-    found = Sinks()
-    found.add("far", ["another machine", here[1]])
-    found.add("near", here)
-    found.add("none", None)
-    assert not found.of("far") and not found.of("none") and list(found.of("near")) == [0]
-    found.forget("near")
-    found.add("near", here)
-    del made
-    gc.collect()
-    assert found.of("near") == {}
-    monkeypatch.setattr(platform, "node", lambda: "another machine")
-    found.add("moved", here)
-    assert not found.of("moved")
-
-
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Results]:
-    """Who has counted what is there."""
-    found, sweep = list[Results](), Results.sweep
-
-    def counted(self: Results) -> list[tuple[str, int]]:
-        found.append(self)
-        return sweep(self)
-
-    monkeypatch.setattr(Results, "sweep", counted)
-    monkeypatch.setattr("saesteer.plugin.results.kept._sweep", lambda _: None)
-    return found
-
-
-def test_admission_looks_at_the_folder_only_when_it_must(tmp_path: Path, looks: list[Results]) -> None:
-    one, two = roomy(tmp_path, number=20), roomy(tmp_path, number=20)  # of two API servers
-    held = [(one, two)[n % 2].promise([5]) for n in range(10)]
-    assert len(looks) == 1, "at first"
-    del held[5:]
-    gc.collect()
-    for _ in range(30):
-        one.promise([5])
-    assert len(looks) == 3, "once for each 15 that are left"
-
-
-def test_who_is_refused_does_not_look_again_and_again(
-    tmp_path: Path, looks: list[Results], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = roomy(tmp_path, number=3), roomy(tmp_path, number=3)
-    monkeypatch.setattr("saesteer.plugin.results.kept._REST", 1e9)
-    handles = [kept(one) for _ in range(3)]
-    looks.clear()
-    for at in range(20):
-        with pytest.raises(SpecError, match=f"while {3 * LEAST} of {3 * LEAST} are kept"):
-            (one, two)[at % 2].promise([1])
-    assert len(looks) == 1
-    two.delete(handles.pop())
-    handles.append(kept(one))
-    assert len(looks) == 2, "a deletion makes room at once"
-    past = time.time() - 61
-    for handle in handles:
-        os.utime(one.folder / handle, (past, past))
-    kept(two)
-    assert len(looks) == 3 and len(files(one)) == 1, "and so does what expires"
 
 
 @pytest.mark.parametrize("case", ["one", "two choices", "a consumer", "captured"])

@@ -152,12 +152,6 @@ def test_what_http_refuses_does_not_start(
     assert "\n" not in str(here.value)
 
 
-def test_the_module_that_is_wrong_itself_is_named_and_not_its_users(folder: Path) -> None:
-    found = config(folder, a=[{"op": "use", "module": "z"}], z=[{**CLAMP, "feature": 96}])
-    with pytest.raises(ConfigError, match=r"^module 'z': saesteer\.edits\[0\]\.feature: got 96, expected"):
-        serve.check(str(folder), found)
-
-
 @at_start
 @pytest.mark.parametrize(
     "edits",
@@ -179,24 +173,6 @@ def test_a_default_module_that_names_a_part_of_the_answer_needs_a_parser(folder:
         in_front_end(folder, edits, default="m")
 
 
-@pytest.mark.parametrize(
-    ("modules", "known"), [({}, "and there is none; --module NAME=FILE adds one"), ({"a": []}, "one of: a")]
-)
-def test_a_default_module_that_nobody_has_given_is_named(modules: dict[str, Any], known: str) -> None:
-    given = {"default_module": "nope", "modules": {name: {"edits": edits} for name, edits in modules.items()}}
-    with pytest.raises(ConfigError) as caught:
-        Assets.open(SaesteerConfig.from_json(given))
-    assert str(caught.value) == f"default_module: got 'nope', expected the name of a module, {known}"
-
-
-@pytest.mark.parametrize("default", [{}, {"default_module": None}], ids=["unnamed", "null"])
-def test_a_server_that_requires_a_default_module_needs_one(default: dict[str, Any]) -> None:
-    given = {"default_module_required": True, "modules": {"a": {"edits": []}}}
-    with pytest.raises(ConfigError, match=r"^default_module: got None under default_module_required, .* one of: a$"):
-        Assets.open(SaesteerConfig.from_json(given | default))
-    Assets.open(SaesteerConfig.from_json(given | {"default_module": "a"}))
-
-
 def test_a_server_that_requires_its_default_module_refuses_requests_without_it() -> None:
     catalog = Catalog({}, frozenset({"resid_post.3"}), 64, modules={"m": from_json({"edits": []})}, default="m")
     door = Door(config=SaesteerConfig(default_module="m", default_module_required=True))
@@ -211,6 +187,7 @@ def test_a_server_that_requires_its_default_module_refuses_requests_without_it()
     Door(config=SaesteerConfig(default_module="m")).admit(from_json({"defaults": False}), catalog, request())
 
 
-def test_a_model_whose_config_only_vllm_reads_is_left_to_it(folder: Path) -> None:
-    """The depth is not known, so neither are the sites."""
-    serve.check("s3://bucket/model", config(folder, m=WRONG["a feature"][0]))
+def test_the_module_that_is_wrong_itself_is_named_and_not_its_users(folder: Path) -> None:
+    found = config(folder, a=[{"op": "use", "module": "z"}], z=[{**CLAMP, "feature": 96}])
+    with pytest.raises(ConfigError, match=r"^module 'z': saesteer\.edits\[0\]\.feature: got 96, expected"):
+        serve.check(str(folder), found)

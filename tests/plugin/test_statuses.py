@@ -11,11 +11,8 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.testclient import TestClient
 
-from saesteer.errors import SpecError
 from saesteer.plugin.http import statuses
 from saesteer.plugin.http.statuses import Statuses
-from saesteer.plugin.results import failures
-from saesteer.plugin.results.failures import SpecRefused
 
 LARGE = "saesteer.return: may read 9 bytes, expected at most 8 [too_large]"
 BODIES: list[tuple[Any, int]] = [
@@ -54,11 +51,6 @@ def test_words_of_a_client_are_no_code(message: str) -> None:
     body = {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
     found = client(JSONResponse(body, 400)).get("/")
     assert (found.status_code, found.json()) == (400, body)
-
-
-def test_refusals_are_remembered_by_what_they_say() -> None:
-    error = SpecRefused(SpecError("no", field="saesteer.return", code="too_large"))
-    assert str(error) == "saesteer.return: no [too_large]" and str(error) in vars(failures)["refusals"]
 
 
 def client(answer: Response) -> TestClient:

@@ -1,8 +1,6 @@
 """What a worker remembers of a step for the next ones never shows in what it reads. Starts no engine."""
 
-import gc
 import tempfile
-import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.engine.brought import Brought
 from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Reading, Segment
-from saesteer.engine.sinks import SPOOLS, Sink, address
+from saesteer.engine.sinks import SPOOLS, address
 from saesteer.planning.windows import rank
 from saesteer.plugin.worker.steering import Steering
 from tests.one_site import WIDTH, make_engine
@@ -188,17 +186,6 @@ def test_a_step_reads_what_it_would_read_anew(engine: Engine, tmp_path: Path, da
             kept = dict.fromkeys(kept, 1)
 
 
-def test_a_preempted_request_files_its_first_positions_again(engine: Engine, tmp_path: Path) -> None:
-    world = World(engine)
-    world.begin("a", FILED[1], tmp_path / "rows")
-    for _ in range(12):
-        world.step({"a": 1})
-    world.preempt("a")
-    for _ in range(12):
-        world.step({"a": 1})
-    world.step({"a": 1}, "a")
-
-
 @pytest.mark.parametrize("looks", [1, 2])
 def test_rows_follow_a_neighbour_that_needs_fewer_tokens_than_before(
     engine: Engine, tmp_path: Path, looks: int
@@ -211,23 +198,3 @@ def test_rows_follow_a_neighbour_that_needs_fewer_tokens_than_before(
     for tokens in (1, 1, 5, 1, 1, 1):
         world.step({"b": tokens, "a": 1})
     world.step({"b": 1, "a": 1}, "a")
-
-
-def test_nothing_is_kept_of_who_has_ended(engine: Engine, tmp_path: Path) -> None:
-    """Also where no step follows."""
-    world = World(engine)
-    world.begin("a", SPECS[2])
-    (tmp_path / "rows").touch()
-    sink = Sink(str(tmp_path / "rows"), 0, 100)
-    kept = weakref.ref(sink)
-    world.steering._sinks._open["a"] = {0: sink}
-    del sink
-    world.steering.look(["a"], 1)
-    world.steering.step = lambda: (np.array([0, 1]), np.array([0]), torch.zeros(MOST, WIDTH))
-    brought = world.steering.read()
-    world.end("a")
-    assert brought is not None
-    assert filed(brought, "a")  # waits until the row is written
-    del brought
-    gc.collect()
-    assert kept() is None

@@ -22,13 +22,10 @@ from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from saesteer.plugin.configured import configure
 from saesteer.plugin.results.counts import Report
-from saesteer.plugin.results.tracing import attributes
 from tests.plugin.conftest import BRIDGE, PROMPTS
 from tests.plugin.serving import served
 
 CLAMP = {"op": "clamp", "site": "resid_post.15", "dictionary": "demo", "feature": 3, "version": "ab"}
-ADD = {"op": "add", "site": "resid_post.7", "vector": "happy", "version": "cd"}
-INLINE = {"op": "add", "site": "resid_post.7", "version": "ef"}
 COUNTED = {"tokens_edited": 4, "tokens_cached": 1}
 
 
@@ -88,22 +85,6 @@ def test_a_span_says_what_was_applied(spans: InMemorySpanExporter) -> None:
     varies = {"gen_ai.latency.e2e"}
     assert {k: v for k, v in steered.items() if k not in varies} == {k: v for k, v in plain.items() if k not in varies}
     assert span_of(spans, None).keys() == plain.keys(), "the next one says nothing of it"
-
-
-def test_names_once_and_only_numbers_beside_them() -> None:
-    dose = [{"site": "resid_post.7", "max": None, "mean": None, "tokens": 0}, {"site": "resid_post.15", "max": 0.25}]
-    fields = {"applied": [CLAMP | COUNTED, ADD | COUNTED, INLINE | COUNTED, CLAMP], "dose": dose, "flags": [{}, {}]}
-    assert attributes(fields) == {
-        "saesteer.edits": 4,
-        "saesteer.tokens_edited": 12,
-        "saesteer.ops": ["clamp", "add"],
-        "saesteer.sites": ["resid_post.15", "resid_post.7"],
-        "saesteer.dictionaries": ["demo"],
-        "saesteer.vectors": ["happy"],
-        "saesteer.dose.max": 0.25,
-        "saesteer.rules_fired": 2,
-    }
-    assert attributes({"applied": []}) == {}, "it only reads"
 
 
 @pytest.mark.slow

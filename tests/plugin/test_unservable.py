@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from saesteer import plugin
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.engine.registry import Gone
 from saesteer.errors import UnsupportedError
-from saesteer.plugin.unservable import ALL, refuse
+from saesteer.plugin.unservable import refuse
 from saesteer.plugin.worker import worker
 from saesteer.plugin.worker.steering import Steering
 from tests.apart import hear
@@ -45,39 +44,6 @@ def arrive(steering: Steering, name: str, spec: Any, row: int) -> None:
     request.req_id = name
     steering.add(request)
     steering.fill(name, row)
-
-
-def test_a_row_that_cannot_be_made_fails_its_request(steering: Steering, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrive(steering, "good", SPEC, 1)
-    nothing: dict[str, Any] = {}
-    monkeypatch.setattr(steering.engine, "make_row", lambda *_: nothing["gone"])
-    arrive(steering, "bad", OTHER, 2)
-    assert steering.failed == {"bad": "broken: KeyError: 'gone'"}
-    assert set(steering.rows) == {"good"} and set(steering.engine._filled) == {1}
-    assert steering.look(["good", "bad"], 2) and steering.snapshot().failed == steering.failed
-    steering.forget("bad")
-    assert not steering.failed
-
-
-def test_a_row_that_cannot_be_filled_gives_back_what_it_took(
-    steering: Steering, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two = {"edits": [{**ADD, "site": site} for site in ("resid_mid.1", "resid_mid.2")]}
-    arrive(steering, "good", SPEC, 1)
-    pools = steering.engine.registry._pools
-    held = {site: len(pool) for site, pool in pools.items()}
-
-    def take(content: bytes) -> Any:
-        raise AssertionError("no slot")
-
-    monkeypatch.setattr(pools["resid_mid.2"], "take", take)
-    arrive(steering, "bad", two, 2)
-    assert steering.failed == {"bad": "broken: AssertionError: no slot"}
-    assert {site: len(pool) for site, pool in pools.items()} == held
-    assert set(steering.engine._filled) == {1} and set(steering._places) == {"good"}
-    monkeypatch.undo()
-    arrive(steering, "next", two, 2)
-    assert steering.engine._filled.keys() == {1, 2}, "its row is free for another"
 
 
 def test_reads_for_which_there_is_no_room_fail_their_requests_alone(
@@ -122,21 +88,6 @@ def test_a_rank_that_nobody_hears_ends_the_engine(steering: Steering, monkeypatc
     monkeypatch.setattr(steering.engine, "fill", lacking(MemoryError("none left")))
     with pytest.raises(SystemExit, match="none left"):
         arrive(steering, "full", OTHER, 3)
-
-
-@pytest.mark.parametrize("wrap", [worker._wrap_v1, worker._wrap_v2])
-def test_a_step_that_has_failed_is_vllms_to_tell(steering: Steering, wrap: Callable[..., None]) -> None:
-    arrive(steering, "reads", {"return": {"hidden": True}}, 1)
-    runner = Mock(execute_model_state=None)
-    wrap(runner, *([runner.model_state] if wrap is worker._wrap_v2 else []), steering)
-    assert steering.look(["reads"], 4) and steering.read() is None
-
-
-def test_what_is_no_plan_fails_its_request(steering: Steering) -> None:
-    request = admitted(steering.engine, SPEC, 4)
-    request.sampling_params.extra_args = {KEY: {"edits": [{"op": "clamp"}]}}
-    assert steering.add(request) is None
-    assert steering.failed["r"].startswith("broken: KeyError: 'plan'")
 
 
 JOB = """
@@ -226,21 +177,10 @@ def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
         refuse(settings(**changes))
 
 
-def test_stages_are_served_on_a_cpu() -> None:
-    refuse(settings(parallel_config=STAGES))
-
-
 def test_guesses_are_served_unless_they_could_end_a_request() -> None:
     refuse(settings(**GUESSES))
     with pytest.raises(UnsupportedError, match="and --max-dose-action refuse in this version; clamp doses"):
         refuse(settings(**GUESSES), SaesteerConfig(max_dose=0.5, max_dose_action="refuse"))
-
-
-def test_each_refusal_has_a_reason_and_a_name_of_its_own() -> None:
-    for one in ALL:
-        assert one.why.endswith(".") and "\n" not in one.why and "|" not in one.option + one.why
-        assert one.option.format("X") in str(one.error("X")) and one.why in str(one.error())
-    assert len({one.option for one in ALL}) == len(ALL)
 
 
 def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

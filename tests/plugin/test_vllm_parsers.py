@@ -1,9 +1,6 @@
 """The border between the parts of an answer with vLLM's own reasoning parsers, and what of a prompt they see."""
 
-import asyncio
-from dataclasses import replace
 from itertools import chain
-from threading import Thread, current_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.params import ChatParams
 
-from saesteer.consumers.known import Consumers
 from saesteer.errors import SpecError
-from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
 from saesteer.plugin import reasoning
-from saesteer.plugin.door import borders, frontend
+from saesteer.plugin.door import borders
 from saesteer.plugin.door.borders import Borders
-from saesteer.plugin.door.conversation import CONVERSATION, Conversation
+from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.reasoning import NEAR, Border, border_of, closing, parser_of
-from tests.spec.reads import CATALOG
 
 PLAIN, LETTERS = 3, 24  # ids of letters
 TEXT = (
@@ -79,11 +73,6 @@ def _parsers() -> list[str]:
 PARSERS = _parsers()
 
 
-def test_most_parsers_are_tried() -> None:
-    assert len(PARSERS) > 20
-    assert {"qwen3", "deepseek_r1", "deepseek_v3", "olmo3", "minimax_m3", "gemma4"} <= {*PARSERS}
-
-
 def by_whole(parser: Any, prompt: list[int], generated: list[int]) -> int:
     """The definition: the parser sees all tokens up to each one."""
     if parser.is_reasoning_end(prompt):
@@ -128,24 +117,6 @@ def test_few_tokens_tell_what_all_of_them_tell(
     for end in range(0, len(generated) + step, step):
         found = border.find(generated[:end])
     assert found == by_whole(made(name, given_), prompt, generated)
-
-
-@pytest.mark.parametrize("name", sorted({"qwen3", "olmo3", "gemma4", "minimax_m3", "kimi_k3"} & {*PARSERS}))
-@pytest.mark.parametrize("far", [True, False])
-def test_the_parser_sees_few_tokens_for_each_one(name: str, far: bool) -> None:
-    """Also where what has opened the reasoning is far back in the prompt."""
-    parser, seen = made(name, THINKS), []
-    start = TOKENIZER.encode(parser.reasoning_start_str, add_special_tokens=False)
-    plain = [PLAIN] * 20_000
-    border, asked = Border(parser, start + plain if far else plain + start), parser.is_reasoning_end_streaming
-
-    def counting(ids: list[int], new: list[int]) -> bool:
-        seen.append(len(ids))
-        return bool(asked(ids, new))
-
-    parser.is_reasoning_end_streaming = counting
-    assert border.find(plain) == END
-    assert len(seen) == len(plain) and max(seen) <= 5 * NEAR
 
 
 def server(name: str) -> Any:
@@ -236,14 +207,6 @@ def test_all_of_a_prompt_counts_where_its_last_message_is_not_known() -> None:
         assert border_of(server("deepseek_r1"), told, ids).found == len(ids) - 1
 
 
-def test_where_an_answer_opens_costs_nobody_a_place_of_messages() -> None:
-    """Those of a long prompt are counted."""
-    conversation, ids = chat([USER] * 9)
-    conversation.opening(ids)
-    assert not conversation._ends
-    assert conversation.told(ids) is not None and conversation.opening(ids) == len(ids) - 2
-
-
 @pytest.mark.usefixtures("tokenizer")
 def test_what_clients_invent_for_a_parser_is_neither_kept_nor_taken_without_limit() -> None:
     door = Borders(server("deepseek_r1"))
@@ -259,49 +222,6 @@ def test_what_clients_invent_for_a_parser_is_neither_kept_nor_taken_without_limi
             door.told([PLAIN], None, template)
         assert (caught.value.field, caught.value.code) == ("saesteer", "too_many")
         assert f"{many} of them with {long} characters, expected at most 64 and 65536" in str(caught.value)
-
-
-@pytest.mark.usefixtures("tokenizer")
-@pytest.mark.parametrize(
-    ("spec", "looks", "renders"),
-    [
-        ({"edits": [{"op": "add", "site": "resid_post.1", "vector": [1.0], "scope": {"part": "answer"}}]}, 1, 1),
-        ({"edits": [{"op": "use", "module": "calm"}]}, 1, 1),
-        ({"return": {"activations": [{"site": "resid_post.1", "scope": {"part": "answer"}}]}}, 0, 1),
-        ({"edits": [{"op": "add", "site": "resid_post.1", "vector": [1.0]}]}, 0, 0),
-        ({"edits": [{"op": "use", "module": "none"}]}, 0, 0),
-    ],
-)
-def test_what_takes_a_while_is_done_ahead(spec: Any, looks: int, renders: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = {"op": "add", "site": "resid_post.1", "vector": [1.0], "scope": {"part": "answer"}}
-    catalog = replace(CATALOG, parts=True, modules={"calm": from_json({"edits": [inner]})})
-    looked: list[Thread] = []
-    rendered: list[Thread] = []
-    conversation, ids = chat([USER, CALL, RESULT])
-
-    def looking(parser: Any) -> tuple[int, ...]:
-        looked.append(current_thread())
-        return closing(parser)
-
-    def rendering(*asked: Any) -> Any:
-        rendered.append(current_thread())
-        return conversation.render(*asked)
-
-    async def original(*_: Any) -> None:
-        assert (len(looked), len(rendered)) == (looks, renders)
-        assert current_thread() not in looked + rendered
-
-    monkeypatch.setattr(borders, "closing", looking)
-    door = Borders(server("deepseek_r1"))
-    slow = replace(conversation, render=rendering)
-    served = SimpleNamespace(fetching=None, consumers=Consumers({}), borders=door)
-    names = SimpleNamespace(catalog=catalog)
-    engine = SimpleNamespace(input_processor=SimpleNamespace(saesteer_door=served, saesteer_names=names))
-    monkeypatch.setattr(frontend, "located", lambda *_: None)  # other messages
-    prompt, params = {"prompt_token_ids": ids, CONVERSATION: slow}, SimpleNamespace(extra_args={"saesteer": spec})
-    asyncio.run(frontend._asking_ahead(original)(engine, "r", prompt, params))
-    door.edited("saesteer.edits[0]", door.told(ids, slow, {}), END)
-    assert (len(looked), len(rendered)) == (1, 1)
 
 
 @pytest.mark.usefixtures("tokenizer")

@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.decoders import Decoders, hook_of_site, nearest, site_of_hook
-from saesteer.dictionaries.coder import SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
@@ -40,25 +39,6 @@ def test_rows_and_neighbours(activation: Any, tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(LoadError):
         decoders.whole(info, [6])
-
-
-def test_a_file_is_read_once_for_all_features_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Path] = []
-
-    def counted(path: Path, **more: Any) -> SparseCoder:
-        loads.append(path)
-        return load(path, **more)
-
-    monkeypatch.setattr(f"{Decoders.__module__}.load", counted)
-    coder = random_coder("jumprelu", 3)
-    arrays: dict[str, Any] = {"W_enc": coder.w_enc.T, "b_enc": coder.b_enc, "W_dec": coder.w_dec, "b_dec": coder.b_dec}
-    arrays["threshold"] = torch.ones(coder.info.features)
-    np.savez_compressed(tmp_path / "params.npz", **{name: one.float().numpy() for name, one in arrays.items()})
-    info, decoders = describe(tmp_path, site="resid_post.3"), Decoders()
-    assert decoders.alone(info, [1, 2, 3]) is None
-    np.testing.assert_array_equal(decoders.whole(info, [1, 2, 3]), coder.w_dec[1:4].float().numpy())
-    assert decoders.alone(info, [3, 2]) is not None
-    assert len(loads) == 1
 
 
 @pytest.mark.parametrize("features", [96, 12])

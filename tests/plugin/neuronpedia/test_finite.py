@@ -57,18 +57,6 @@ def test_a_number_that_is_not_finite_is_refused(client: TestClient, name: str, n
     assert large or "error" in found or "detail" in found
 
 
-@pytest.mark.parametrize("method", ["SIMPLE_ADDITIVE", "ORTHOGONAL_DECOMP", "PROJECTION_CAP"])
-@pytest.mark.parametrize("normal", [True, False])
-def test_finite_numbers_whose_product_is_not_are_refused(client: TestClient, method: str, normal: bool) -> None:
-    body = {**COMPLETION, "steerMethod": method, "normalizeSteering": normal}
-    for changed in (
-        {"features": [{**FEATURE, "strength": 1e300}], "strengthMultiplier": 1e300},
-        {"features": [{**FEATURE, "strength": 1e300}, {**FEATURE, "strength": -1e300}], "strengthMultiplier": 1e300},
-        {"features": None, "vectors": [{**VECTOR, "steeringVector": [1e300] * 576}]},
-    ):
-        assert "not_finite" in refusal(client, "steer/completion", {**body, **changed})
-
-
 def test_a_vector_that_float32_does_not_hold_is_refused(client: TestClient) -> None:
     for path, body in (("activation/single", HOOK), ("util/sae-topk-by-decoder-cossim", COSSIM)):
         found = refusal(client, path, {**body, "vector": [1e300] * 576})
@@ -112,3 +100,15 @@ def test_a_stream_ends_with_the_error(client: TestClient, engine: StandIn, monke
         monkeypatch.setattr(engine, "spoilt", float("nan"))
         found = [strict(one.removeprefix("data: ")) for one in lines if one]
     assert "gives NaN or infinity in logprobs" in found[-1]["error"]
+
+
+@pytest.mark.parametrize("method", ["SIMPLE_ADDITIVE", "ORTHOGONAL_DECOMP", "PROJECTION_CAP"])
+@pytest.mark.parametrize("normal", [True, False])
+def test_finite_numbers_whose_product_is_not_are_refused(client: TestClient, method: str, normal: bool) -> None:
+    body = {**COMPLETION, "steerMethod": method, "normalizeSteering": normal}
+    for changed in (
+        {"features": [{**FEATURE, "strength": 1e300}], "strengthMultiplier": 1e300},
+        {"features": [{**FEATURE, "strength": 1e300}, {**FEATURE, "strength": -1e300}], "strengthMultiplier": 1e300},
+        {"features": None, "vectors": [{**VECTOR, "steeringVector": [1e300] * 576}]},
+    ):
+        assert "not_finite" in refusal(client, "steer/completion", {**body, **changed})

@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import uvicorn
 from fastapi.testclient import TestClient
 
-from saesteer.plugin.http.neuronpedia.host import Busy, Turns
+from saesteer.plugin.http.neuronpedia.host import Turns
 from tests.plugin.neuronpedia.asking import ALL, CHAT, COMPLETION, SINGLE, TEXT, ask
 from tests.plugin.neuronpedia.stand_in import StandIn
 
@@ -93,31 +93,6 @@ def test_a_file_that_is_read_for_nobody_is_still_the_only_one() -> None:
         assert reading == 1
         go.set()
         assert await second == 0 and first.cancelled()
-
-    asyncio.run(run())
-
-
-def test_nothing_is_read_for_those_who_left_while_they_waited() -> None:
-    go, reads = Event(), 0
-
-    def read() -> None:
-        nonlocal reads
-        reads += 1
-        assert go.wait(20)
-
-    async def run() -> None:
-        turns = Turns()
-        first, *others = (asyncio.create_task(turns.alone(read)) for _ in range(9))
-        await asyncio.sleep(0.05)
-        with pytest.raises(Busy, match="8 requests wait"):
-            await turns.alone(read)
-        for one in others:
-            one.cancel()
-        await asyncio.wait(others)
-        last = asyncio.create_task(turns.alone(read))
-        go.set()
-        await asyncio.gather(first, last)
-        assert reads == 2
 
     asyncio.run(run())
 

@@ -20,7 +20,7 @@ from saesteer.language.spec import from_json
 from saesteer.planning.plan import Catalog
 from saesteer.planning.planner import plan
 from saesteer.plugin.http.neuronpedia import meaning, shapes
-from saesteer.plugin.http.neuronpedia.meaning import Prompt, Steered
+from saesteer.plugin.http.neuronpedia.meaning import Steered
 from tests.formulas import Token, World
 
 WIDTH = 6
@@ -36,10 +36,6 @@ def request(method: shapes.Method, multiplier: float = 1.0, *, normalize: bool =
     base = {"model": "m", "types": ["STEERED"], "n_completion_tokens": 8, "temperature": 0.5, "freq_penalty": 0.25}
     given = {"steer_method": method, "normalize_steering": normalize, "strength_multiplier": multiplier, "seed": 3.0}
     return shapes.Steer.model_validate({**base, **given, **more})
-
-
-def prompt_of(special: list[bool], bos: int | None = 0) -> Prompt:
-    return Prompt("", tuple(range(len(special))), tuple("x" * len(special)), tuple(special), bos)
 
 
 def by_neuronpedia(method: str, c: float, d: Any, x: Any) -> Any:
@@ -74,57 +70,6 @@ def test_edits_do_what_neuronpedias_server_does(
                 wanted = by_neuronpedia(method, one.strength * multiplier, d, wanted)
         found = token.visit(site, edits, start.astype(np.float64))
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-3)
-
-
-def test_what_is_added_at_one_site_takes_one_slot() -> None:
-    given = [Steered("resid_post.1", n, np.ones(WIDTH, np.float32), "features[0]") for n in (1.0, 2.0, -0.5)]
-    [edit] = meaning.edits_of(given, request("SIMPLE_ADDITIVE", 2.0), meaning.everywhere())
-    assert np.frombuffer(b64decode(edit["vector"]["data"]), "<f4").tolist() == [5.0] * WIDTH
-    assert edit["scope"] == {"positions": [[0, None]]}
-    nothing = [one._replace(strength=0.0) for one in given]
-    assert meaning.edits_of(nothing, request("SIMPLE_ADDITIVE"), {}) == [], "0 changes nothing"
-
-
-@pytest.mark.parametrize(
-    ("vector", "strength", "multiplier", "normalize", "code"),
-    [
-        (np.zeros(WIDTH), 1.0, 1.0, True, "zero_vector"),
-        (np.full(WIDTH, 1e30), 1e30, 1.0, False, "not_finite"),
-        (np.ones(WIDTH), 1e308, 1e308, False, "not_finite"),
-    ],
-)
-def test_what_is_no_number_is_refused(
-    vector: Any, strength: float, multiplier: float, normalize: bool, code: str
-) -> None:
-    one = Steered("resid_post.1", strength, vector.astype(np.float32), "features[0]")
-    asked = request("SIMPLE_ADDITIVE", multiplier, normalize=normalize)
-    with pytest.raises(SpecError) as caught:
-        from_json(meaning.spec_of("STEERED", meaning.edits_of([one], asked, meaning.everywhere())))
-    assert caught.value.code == code
-
-
-def test_what_makes_no_edit_is_refused() -> None:
-    with pytest.raises(SpecError, match="expected something to steer with"):
-        meaning.edits_of([], request("PROJECTION_CAP"), {})
-    two = [Steered("resid_post.1", 1.0, np.ones(n, np.float32), f"vectors[{n}]") for n in (5, 6)]
-    with pytest.raises(SpecError, match=r"vectors\[6\]: is 6 wide, expected 5"):
-        meaning.edits_of(two, request("SIMPLE_ADDITIVE"), {})
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=20))
-def test_special_tokens_are_left_alone(special: list[bool]) -> None:
-    scope = meaning.but_special(prompt_of(special))
-    edit = {"op": "add", "vector": [1.0] * WIDTH, "site": "resid_post.1", "scope": scope}
-    found = plan(from_json({"edits": [edit]}), Catalog({}, None, 4096, width=WIDTH, inline_rows=1), len(special))
-    windows = found.groups[0].changes[0].windows
-    changed = {at for lo, hi in windows for at in range(lo, min(hi, len(special) + 3))}
-    kept = {at for at, one in enumerate(special) if not one} | {len(special) + at for at in range(3)}
-    assert changed == kept
-
-
-def test_default_is_without_the_default_module() -> None:
-    assert meaning.spec_of("DEFAULT", [{"op": "add"}]) == {"defaults": False}
-    assert meaning.spec_of("STEERED", [{"op": "add"}]) == {"edits": [{"op": "add"}]}
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 100), st.integers(0, 10))

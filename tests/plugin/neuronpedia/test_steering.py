@@ -11,7 +11,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from fastapi.testclient import TestClient
 
-from saesteer.plugin.http.neuronpedia import steering
 from tests.plugin.neuronpedia.asking import CHAT, COMPLETION, STEER, TEXT, ask, check, given_vector, refusal, row_of
 from tests.plugin.neuronpedia.stand_in import LONGEST, WORDS, StandIn
 
@@ -100,28 +99,6 @@ def test_what_steering_lacks_is_an_error_of_theirs(client: TestClient, engine: S
     assert ask(client, "steer/completion", default)["outputs"][0]["type"] == "DEFAULT"
 
 
-def test_a_type_that_is_given_twice_counts_once(client: TestClient, engine: StandIn) -> None:
-    del engine.asked[:]
-    for path, body in (("steer/completion", COMPLETION), ("steer/completion-chat", CHAT)):
-        found = ask(client, path, {**body, "types": ["DEFAULT", "DEFAULT"]})
-        assert [one["type"] for one in found["outputs"]] == ["DEFAULT"]
-    assert len(engine.asked) == 2
-
-
-def test_lists_have_a_longest(client: TestClient, engine: StandIn) -> None:
-    vector = {"steeringVector": [0.5] * 576, "strength": 1, "hook": "blocks.15.hook_resid_post"}
-    for changed in (
-        {"types": ["STEERED", "DEFAULT", "STEERED"]},
-        {"features": STEER["features"] * 257},
-        {"features": None, "vectors": [vector] * 257},
-    ):
-        [detail] = ask(client, "steer/completion", {**COMPLETION, **changed}, 422)["detail"]
-        assert detail["type"] == "too_long", changed
-    del engine.asked[:]
-    ask(client, "steer/completion", {**COMPLETION, "features": None, "vectors": [vector] * 256})
-    assert given_vector(engine.asked[0].spec["edits"][0])[0] == 0.5 * 256 * 1.5
-
-
 def events(client: TestClient, path: str, body: Any) -> list[Any]:
     with client.stream("POST", f"/v1/{path}", json={**body, "stream": True}) as response:
         assert response.status_code == 200
@@ -139,18 +116,6 @@ def test_a_stream_has_the_whole_texts_so_far(client: TestClient) -> None:
     assert len(texts) == 8 and [one[1] for one in texts[:4]] == [""] * 4, "one after the other"
     for before, after in pairwise(texts):
         assert all(later.startswith(earlier) for earlier, later in zip(before, after, strict=True))
-
-
-def test_logprobs_of_a_stream_are_converted_once(
-    client: TestClient, engine: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    converted: list[float] = []
-    monkeypatch.setattr(steering, "check_finite", lambda numbers, _: converted.extend(numbers))
-    asked = {**COMPLETION, "types": ["DEFAULT"], "nLogprobs": 1}
-    found = events(client, "steer/completion", asked)
-    assert [len(one["outputs"][0]["logprobs"]) for one in found] == [1, 2, 3, 4]
-    assert converted == [-0.5] * 4 * 2, "the token, and the most likely one"
-    assert found[-1] == ask(client, "steer/completion", asked)
 
 
 def test_a_client_that_leaves_frees_its_request(client: TestClient, engine: StandIn) -> None:
@@ -185,3 +150,17 @@ def test_a_template_that_refuses_says_why(client: TestClient, monkeypatch: pytes
     monkeypatch.setattr(state.state.args, "chat_template", "{{ raise_exception('roles must alternate') }}")
     found = refusal(client, "steer/completion-chat", CHAT)
     assert "roles must alternate" in found and "expected messages that it takes" in found
+
+
+def test_lists_have_a_longest(client: TestClient, engine: StandIn) -> None:
+    vector = {"steeringVector": [0.5] * 576, "strength": 1, "hook": "blocks.15.hook_resid_post"}
+    for changed in (
+        {"types": ["STEERED", "DEFAULT", "STEERED"]},
+        {"features": STEER["features"] * 257},
+        {"features": None, "vectors": [vector] * 257},
+    ):
+        [detail] = ask(client, "steer/completion", {**COMPLETION, **changed}, 422)["detail"]
+        assert detail["type"] == "too_long", changed
+    del engine.asked[:]
+    ask(client, "steer/completion", {**COMPLETION, "features": None, "vectors": [vector] * 256})
+    assert given_vector(engine.asked[0].spec["edits"][0])[0] == 0.5 * 256 * 1.5
