@@ -23,7 +23,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = root
         self.sent: dict[str, int] = {}
-        self.revisions: set[str] = set()  # that were asked for by name
+        self.revisions: set[tuple[str, str]] = set()  # repositories, and what was asked for by name
 
     @property
     def address(self) -> str:
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.server.revisions |= {*re.findall(r"/(?:revision|tree|resolve)/([^/]+)", path)}
+        self.server.revisions |= {*re.findall(r"([^/]+/[^/]+)/(?:revision|tree|resolve)/([^/]+)", path)}
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
             files = self._files(found[1])
             self._json({"id": found[1], "sha": SHA, "siblings": [{"rfilename": name} for name in files]})

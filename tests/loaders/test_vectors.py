@@ -1,7 +1,5 @@
 """Vector files of every kind, written with each format's own tools: what they mean, and how wrong ones are refused."""
 
-import builtins
-import io
 import struct
 import zipfile
 from collections.abc import Callable
@@ -248,20 +246,6 @@ def test_a_wrong_file_is_refused_in_one_sentence(name: str, tmp_path: Path, caps
     assert "expected" in message or "no such file" in message
     assert "\n" not in message
     assert "unpickled" not in capsys.readouterr().out
-
-
-def test_an_array_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, opened = npy(tmp_path / "v.npy", A), []
-    plain = io.open
-
-    def count(place: Any, *args: Any, **more: Any) -> Any:
-        opened.append(str(place))
-        return plain(place, *args, **more)
-
-    for where in (io, builtins):
-        monkeypatch.setattr(where, "open", count)
-    assert read_vectors(file).width == D
-    assert opened.count(str(file)) == 1
 
 
 def test_inspect_tells_vectors(tmp_path: Path) -> None:

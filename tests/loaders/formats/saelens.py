@@ -217,6 +217,7 @@ def wrong() -> list[Row]:
         row("skip", v6("standard"), "W_skip: an unknown key", PLAIN | {"W_skip": R["W_enc"]}),
         row("unsaid-threshold", v6("standard"), "threshold: an unknown key"),
         row("scaled", old(), "scaling_factor: not all ones", PLAIN | {"scaling_factor": R["b_enc"]}),
+        row("folded", v6("standard"), "b_enc: outside the range", PLAIN | {"b_dec": np.full(D, 3e38, np.float32)}),
         row("int", v6("standard"), "b_enc: dtype I32", PLAIN | {"b_enc": np.ones(F, np.int32)}),
         row("one-head", meta(hook_name=head, hook_head_index=3), "hook_head_index: 3; expected null"),
         row("mlp_in", meta(hook_name="blocks.1.hook_mlp_in"), "hook_name: blocks.1.hook_mlp_in, on either side"),
