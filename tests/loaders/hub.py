@@ -116,24 +116,37 @@ class FakeHub:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.given: list[str] = []
+        self.given: list[str] = []  # at last
+        self.fetched: list[list[str]] = []  # each time
 
     def folder(self, repo: str, revision: str = "") -> Path:
         """Where the files of a revision are; of the default branch without one."""
         return self.root / (f"{repo}@{revision}" if revision else repo)
 
-    def snapshot_download(
-        self, repo: str, *, allow_patterns: list[str], ignore_patterns: list[str], revision: str = ""
-    ) -> str:
+    def list_repo_files(self, repo: str, revision: str = "") -> list[str]:
         source = self.folder(repo, revision)
         if not source.is_dir():
             raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}\nmore lines")
-        names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
-        self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+
+    def snapshot_download(
+        self,
+        repo: str,
+        *,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+        revision: str = "",
+        local_files_only: bool = False,
+    ) -> str:
         snapshot = self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / (revision or "abc")
+        if local_files_only:
+            return str(snapshot)
+        names = self.list_repo_files(repo, revision)
+        self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        self.fetched.append(self.given)
         snapshot.mkdir(parents=True, exist_ok=True)
         for name in self.given:
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
             if not (snapshot / name).exists():  # the real one downloads once, too
-                (snapshot / name).write_bytes((source / name).read_bytes())
+                (snapshot / name).write_bytes((self.folder(repo, revision) / name).read_bytes())
         return str(snapshot)

@@ -26,13 +26,6 @@ from tests.loaders.hub import FakeHub
 LEAF = "layer_20/width_16k/average_l0_71"
 
 
-@pytest.fixture
-def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
-    return fake
-
-
 def test_a_line_of_yaml_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
     circuit_tracer.write(tmp_path, circuit_tracer.ARRAYS, (3,))
     lines = ["a0: &a0 x"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
@@ -208,11 +201,6 @@ def test_a_meaning_that_the_folder_s_name_gives_is_in_the_fingerprint(tmp_path: 
     assert [(one.centred, one.in_norm) for one in found[1:4]] == [(True, "none"), (False, "l2_sqrt_d"), (False, "none")]
     first, same, normed, mine, other = (one.fingerprint for one in found)
     assert first == same and mine == other and len({first, normed, mine}) == 3
-
-
-def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> None:
-    name = "1f" * 32
-    assert describe(in_hub_cache(tmp_path, digest=name)).fingerprint == name
 
 
 def test_inspect_hashes_no_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -17,39 +16,13 @@ from saesteer.loaders.hub import is_id
 from saesteer.loaders.neuronpedia import Source
 from tests.loaders import across, writers
 from tests.loaders.formats import circuit_tracer, qwen_scope, sparsify
-from tests.loaders.hub import FakeHub, Hub, serving
+from tests.loaders.hub import SHA, FakeHub, Hub, serving
 from tests.loaders.sets import opened, scope
 
 LARGE = 70_000  # features, so that files are larger than what is fetched whole
 
 
-@pytest.fixture
-def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(tmp_path / "hub")
-
-    def listed(repo: str, revision: str = "") -> list[str]:
-        source = fake.folder(repo, revision)
-        if not source.is_dir():
-            raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}")
-        return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
-
-    def fetched(*args: Any, **how: Any) -> str:
-        if how.get("local_files_only"):
-            snapshots = fake.root / f"models--{args[0].replace('/', '--')}" / "snapshots"
-            return str(snapshots / how.get("revision", "abc"))
-        everything.append(fake.given)
-        found = FakeHub.snapshot_download(fake, *args, **how)
-        everything.append(fake.given)
-        return found
-
-    everything: list[list[str]] = []
-    fake.fetched = everything  # type: ignore[attr-defined]
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
-    return fake
-
-
-def given(hub: Any) -> set[str]:
+def given(hub: FakeHub) -> set[str]:
     return {name for names in hub.fetched for name in names}
 
 
@@ -101,9 +74,9 @@ def test_what_was_fetched_before_is_found_without_asking_the_hub(fake_hub: FakeH
     scope(fake_hub.root / "google", 3)
     place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
     first = fetch(place)
-    asked = len(fake_hub.fetched)  # type: ignore[attr-defined]
+    asked = len(fake_hub.fetched)
     assert fetch(place, again=True) == first
-    assert len(fake_hub.fetched) == asked  # type: ignore[attr-defined]
+    assert len(fake_hub.fetched) == asked
     with pytest.raises(LoadError):
         fetch("google/another/layer_3", again=True)
 
@@ -131,17 +104,6 @@ def test_a_source_of_neuronpedia_is_a_place_on_the_hub(fake_hub: FakeHub, monkey
     assert opened("np:m/s@resid_post.1").infos["gs"].site_in == "resid_post.1"
     with pytest.raises(ConfigError, match="do not say where they belong"):
         opened("np:m/t")
-
-
-def test_without_a_network_the_hubs_cache_still_serves(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    scope(fake_hub.root / "google", 3)
-
-    def gone(repo: str) -> list[str]:
-        raise OSError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", gone)
-    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
-    assert opened(place).infos["gs"] == describe(place)
 
 
 def test_without_a_network_a_pattern_means_what_the_cache_has(
@@ -225,10 +187,10 @@ def test_inspect_of_what_is_on_the_hub_fetches_headers_alone(tmp_path: Path) -> 
         found = inspected(hub, tmp_path / "cache", *(place for place, *_ in HEADERS))
         for place, file, words in HEADERS:
             assert all(one in found[place] for one in words), found[place]
-            assert str(tmp_path) not in found[place]
             assert "fingerprint   not computed" in found[place] or place in (LISTED, SET) or "refused" in found[place]
             whole = [one.stat().st_size for one in served.rglob("*") if str(one).endswith(file) and file]
             assert all(0 < hub.sent[file] < size / 10 for size in whole), (place, hub.sent)
+        assert str(tmp_path) not in found[SET]
         assert "v1" in {one for repo, one in hub.revisions if "pinned" in repo} <= {"v1", SHA}
 
 

@@ -19,16 +19,14 @@ from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
 from tests.loaders import writers
 from tests.loaders.case import Case
-from tests.loaders.every import CASES
-
-FIRST = {one.name.partition("-")[0]: one for one in reversed(CASES)}  # a case of each format
+from tests.loaders.every import every_format
 
 
 def values(features: int) -> torch.Tensor:
     return torch.arange(features).float() / 2
 
 
-@pytest.mark.parametrize("case", FIRST.values(), ids=FIRST)
+@every_format
 def test_every_format_has_it_afterwards(case: Case, tmp_path: Path) -> None:
     place = case.write(tmp_path)
     before, coder = describe(place), load(place)

@@ -62,8 +62,14 @@ def test_every_row_is_the_row_of_the_whole(case: Case, tmp_path: Path) -> None:
     narrow = load(place, dtype=torch.bfloat16)
     same_row(found.row(1, torch.bfloat16), narrow, 1)
     with pytest.MonkeyPatch.context() as patch:
-        asked, real = [], os.pread
-        patch.setattr(os, "pread", lambda file, size, at: (asked.append(size), real(file, size, at))[1])
+        asked: list[int] = []
+        real = os.pread
+
+        def counted(descriptor: int, size: int, at: int) -> bytes:
+            asked.append(size)
+            return real(descriptor, size, at)
+
+        patch.setattr(os, "pread", counted)
         found.row(0, None)
     info = found.info
     # Both rows and what is subtracted from the input, and a handful of numbers.

@@ -16,7 +16,7 @@ THETA = np.where(np.arange(len(R["threshold"])) % 5, R["threshold"], -R["thresho
 K = 5
 ARRAYS = {"W_enc": R["W_enc"].T, "W_dec": R["W_dec"], "b_enc": R["b_enc"], "b_dec": R["b_dec"]}
 JUMP = {"activation_function.threshold": THETA}
-SAME = dict.fromkeys(("feature_input_hook", "feature_output_hook"), "hook_resid_post")
+SAME: dict[str, Any] = dict.fromkeys(("feature_input_hook", "feature_output_hook"), "hook_resid_post")
 CONFIG: dict[str, Any] = {
     "model_name": "Qwen/Qwen3-4B",
     "model_kind": "transcoder_set",
