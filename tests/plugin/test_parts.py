@@ -345,8 +345,13 @@ def test_a_chat_whose_prompt_ends_the_reasoning(llm: Any) -> None:
     from vllm import SamplingParams
 
     params, turns = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), [{"role": "user", "content": "Hi"}]
-    steer = {"edits": [{**PULL, "scope": scope} for scope in (REASONING, ANSWER)]}
-    for ended in (False, True):
+
+    def edited(scopes: list[Any], *, ended: bool) -> list[int]:
+        steer = {"edits": [{**PULL, "scope": scope} for scope in scopes]}
         (output,) = llm.chat(turns, params, steer=steer, chat_template_kwargs={"ended": ended}, use_tqdm=False)
-        told = [one["tokens_edited"] for one in output.outputs[0].saesteer["applied"]]
-        assert told == ([0, 5] if ended else [5, 0])
+        return [one["tokens_edited"] for one in output.outputs[0].saesteer["applied"]]
+
+    assert edited([REASONING, ANSWER], ended=False) == [5, 0]
+    assert edited([ANSWER], ended=True) == [5]
+    with pytest.raises(SpecError, match=r"scope: holds none of the \d+ tokens .*\[empty_scope\]"):
+        edited([REASONING, ANSWER], ended=True)
