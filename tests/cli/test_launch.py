@@ -82,7 +82,8 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     said = additional_config(become["words"])["saesteer"]
     whole = {"site": None, "rows": False, "version": None}
     usual = {"bias": None, "function": None}
-    assert {name: one for name, one in said.items() if one != SaesteerConfig().to_json()[name]} == {
+    unsaid = json.loads(json.dumps(SaesteerConfig().to_json()))
+    assert {name: one for name, one in said.items() if one != unsaid[name]} == {
         "dictionaries": {
             "gs": {"path": str(DEMO_SAE), **whole},
             "stored": {"path": str(DEMO_SAE), **whole, "site": "resid_post.2", "rows": True},

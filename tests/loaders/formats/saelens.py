@@ -214,7 +214,7 @@ def wrong() -> list[Row]:
         row("square", v6("standard", d_sae=D), "F other than d_in", {k: writers.raw(features=D)[k] for k in PLAIN}),
         row("unsaid-threshold", v6("standard"), "threshold: an unknown key"),
         row("scaled", old(), "scaling_factor: not all ones", PLAIN | {"scaling_factor": R["b_enc"]}),
-        row("folded", v6("standard"), "b_enc: outside the range", PLAIN | {"b_dec": np.full(D, 3e38, np.float32)}),
+        row("overflow", v6("standard"), "b_enc: outside the range", PLAIN | {"b_dec": np.full(D, 3e38, np.float32)}),
         row("one-head", meta(hook_name=head, hook_head_index=3), "hook_head_index: 3; expected null"),
         row("mlp_in", meta(hook_name="blocks.1.hook_mlp_in"), "hook_name: blocks.1.hook_mlp_in, on either side"),
         row("two-places", meta(hf_hook_name="model.layers.4.output"), "is resid_post.4, hook_name"),
