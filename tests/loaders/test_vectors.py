@@ -267,7 +267,7 @@ def test_a_bias_that_is_no_number(tmp_path: Path) -> None:
         read_vectors(npy(tmp_path / "v.npy", A[0]), bias=float("nan"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["st-layers", "npy-fortran", "gguf", "pt-dict"])
 def test_broken_bytes_give_a_load_error_or_vectors(name: str, tmp_path: Path, data: st.DataObject) -> None:
