@@ -22,6 +22,7 @@ from saesteer.plugin.door.rows import Fetching
 from tests import tiny
 from tests.formulas import Dict, World
 from tests.loaders import across
+from tests.rows import making
 from tests.small_engine import forward, make_engine
 from tests.small_truth import expected as truth_of
 from tests.small_truth import world
@@ -62,17 +63,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def row_of(engine: Engine) -> Callable[..., Row | None]:
-    """What a server's front end does with a request, and what its worker makes of that."""
-    door = Door("server", engine.config, Fetching(Assets.open(engine.config).rows, torch.float32))
-
-    def made(engine: Engine, spec: Any, prompt_len: int) -> Row | None:
-        return engine.make_row(door.meaning(from_json(spec), engine.catalog, prompt_len).admitted)
-
-    return made
+    return making(Assets.open(engine.config))
 
 
-def check(engine: Engine, row_of: Any, spec: Any, prompt_len: int, seed: int = 0) -> float:
-    """Compare; how far the spec moved the stream."""
+def check(engine: Engine, row_of: Any, spec: Any, prompt_len: int, seed: int = 0) -> None:
     x = torch.randn(3 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
     out = forward(engine, [None, spec, None], prompt_len, x, row_of)
     plain = forward(engine, [None, None, None], prompt_len, x)
@@ -81,7 +75,6 @@ def check(engine: Engine, row_of: Any, spec: Any, prompt_len: int, seed: int = 0
     size = 1 + np.abs(truth).max(1, keepdims=True)
     assert (np.abs(out[mine].numpy() - truth) / size)[sure].max(initial=0) < 2e-4
     assert torch.equal(out[:TOKENS], plain[:TOKENS]) and torch.equal(out[2 * TOKENS :], plain[2 * TOKENS :])
-    return float((out[mine] - plain[mine]).abs().max())
 
 
 sources = st.fixed_dictionaries({"dictionary": st.just("clt"), "layer": st.sampled_from([1, 2]), "feature": features})
@@ -107,7 +100,7 @@ anything = st.one_of(
 
 
 @settings(
-    max_examples=1000, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(anything, min_size=1, max_size=4), st.integers(2, TOKENS), st.integers(0, 2**31))
 def test_every_composition_means_what_the_definition_says(
@@ -125,38 +118,6 @@ def test_every_composition_means_what_the_definition_says(
 
 def of(layer: int, feature: int = 1, **more: Any) -> dict[str, Any]:
     return {"op": "clamp", "dictionary": "clt", "layer": layer, "feature": feature, "value": 2.0, **more}
-
-
-SPECS: dict[str, list[Any]] = {
-    "the first layer": [of(1)],
-    "the last layer": [of(2)],
-    "both, which write at one site": [of(1), of(2, mode="add"), of(1, 2, mode="scale", only_if_active=True)],
-    "in units of the largest activation": [of(1, unit="max_act"), of(2, 5, unit="max_act", mode="min")],
-    "what it writes is read at the next layer": [
-        of(1, value=9.0),
-        of(2, 4, value={"dictionary": "clt", "layer": 2, "feature": 5}, mode="add"),
-        {
-            "op": "add",
-            "vector": "any",
-            "site": "resid_post.2",
-            "when": {"dictionary": "clt", "layer": 2, "feature": 6, "above": 0.0},
-        },
-    ],
-    "gated and in a module": [
-        of(2, when={"dictionary": "clt", "layer": 1, "feature": 7, "above": 0.0}),
-        {"op": "use", "module": "all", "scale": {"dictionary": "clt", "layer": 1, "feature": 2, "max": 3}},
-    ],
-    "between edits of the sites": [
-        {"op": "clamp", "dictionary": "over", "feature": 1, "value": 2.0},
-        of(1),
-        {"op": "cap", "vector": "any", "site": "mlp_out.2", "max": 0.1},
-    ],
-}
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_by_example(engine: Engine, row_of: Any, name: str) -> None:
-    assert check(engine, row_of, {"edits": SPECS[name]}, 5) > 1e-3
 
 
 def test_an_answer_names_every_site(engine: Engine) -> None:

@@ -25,7 +25,7 @@ from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
-from tests.front import making
+from tests.rows import making
 from tests.small_engine import forward, make_engine
 from tests.small_world import CLAMP, CODERS, HEADS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
 
@@ -98,23 +98,6 @@ def test_random_specs_do_the_same_as_with_the_whole(
         return
     ours = forward(by_rows, [spec], prompt_len, x, making(assets))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_rows_are_shared_by_requests_and_freed(by_rows: Engine, assets: Assets) -> None:
-    row_of = making(assets)
-    rows = [row_of(by_rows, {"edits": [CLAMP]}, 4) for _ in range(2)]
-    for number, row in enumerate(rows, 1):
-        by_rows.fill(number, row)
-    first, second = rows
-    assert first is not None and second is not None
-    assert first.words[first.at].tolist() == second.words[second.at].tolist()
-    other = row_of(by_rows, {"edits": [{**CLAMP, "feature": 4}]}, 4)
-    by_rows.fill(3, other)
-    assert other is not None
-    assert other.words[other.at].tolist() != first.words[first.at].tolist()
-    for number in (1, 2, 3):
-        by_rows.fill(number, None)
-    by_rows.flush()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[Any], str, str, str]] = {
@@ -200,17 +183,6 @@ def test_what_is_refused_for_its_size_reads_no_more_rows_than_what_is_served(tmp
     spec = from_json({"edits": [{**CLAMP, "feature": n} for n in (1, 1, 2, 3, 4)]})
     Fetching(store, torch.float32).prepare(spec, catalog)
     assert read == [1, 2]
-
-
-def test_prefixes_are_shared_by_the_content_of_rows(tmp_path: Path) -> None:
-    """Several API servers of one engine may have opened different files under one name."""
-    found = []
-    for number, coder in enumerate([CODERS["jump"], CODERS["jump"], CODERS["rect"]]):
-        own.write(tmp_path / f"{number}.safetensors", coder)
-        assets = assets_of(tmp_path, dictionaries={"rect": f"rows:{tmp_path}/{number}.safetensors@resid_post.1"})
-        door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
-        found.append(door.meaning(from_json({"edits": [CLAMP]}), assets.catalog(width=WIDTH, layers=4), 4).runs)
-    assert found[0] == found[1] != found[2]
 
 
 def test_equal_rows_share_prefixes_only_if_they_read_alike(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -172,13 +171,13 @@ def test_the_cache_is_bounded_and_keeps_the_newest(
 
 
 def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
-    files = [write(tmp_path / str(n), str(n).encode()) for n in range(40)]
+    files = [write(tmp_path / str(n), str(n).encode()) for n in range(20)]
     code = "import sys; from pathlib import Path; import saesteer.loaders.cache as cache\n"
     code += "cache._LARGE = 0; cache._SETTLED = -60\n"
     code += "for name in sys.argv[1:]: print(cache.digest_of(Path(name)))"
     environment = {**os.environ, "SAESTEER_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", code, *map(str, files)]
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for one in running:
         assert one.communicate()[0].split() == [sha256(file) for file in files]
         assert one.returncode == 0
@@ -186,11 +185,3 @@ def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None
     assert kept
     assert set(kept.values()) <= {sha256(file) for file in files}
     assert os.listdir(tmp_path / "cache") == [KEPT]
-
-
-def test_a_copy_has_the_same_digest_and_a_missing_file_none(tmp_path: Path, read: list[str]) -> None:
-    file = write(tmp_path / "a")
-    copy = Path(shutil.copy(file, tmp_path / "b"))
-    assert cache.digest_of(copy) == cache.digest_of(file)
-    with pytest.raises(FileNotFoundError):
-        cache.digest_of(tmp_path / "gone")

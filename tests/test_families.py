@@ -331,28 +331,3 @@ def test_transformers_layers_in_vllm_are_refused_where_the_row_is_for_vllm_s_own
     engine: Any = None
     with pytest.raises(UnsupportedError, match=r"cannot serve Llama with Transformers' layers \(--model-impl"):
         layers.attach(tiny.made("Llama"), engine)
-
-
-def test_a_module_that_no_request_could_use_is_refused() -> None:
-    def opened(*edits: Any) -> hf.Model:
-        return hf.Model(tiny.made("Llama"), sites=["resid_post.all"], modules={"m": {"edits": list(edits)}})
-
-    add = {"op": "add", "vector": [1.0] * tiny.WIDTH, "site": "resid_post.2"}
-    assert (
-        opened(add, {**add, "scope": {"positions": [[-1, None]]}})
-        .logits(IDS, steer={"op": "use", "module": "m"})[0]
-        .numel()
-    )
-    with pytest.raises(ConfigError, match=r"module 'm': saesteer\.edits\[1\]\.site: got resid_mid\.1, where this serv"):
-        opened(add, {**add, "site": "resid_mid.1"})
-
-
-def test_features_of_a_transcoder_that_reads_the_norm_before_its_gain(tmp_path: Path) -> None:
-    coder = random_coder("relu", 3, width=tiny.WIDTH)
-    own.write(tmp_path / "tc.safetensors", coder)
-    place = f"{tmp_path}/tc.safetensors@mlp_in_pregain.1:mlp_out.1"
-    model = hf.Model(tiny.made("Llama"), dictionaries={"tc": place})
-    x = model.stream(IDS, "resid_mid.1").double()
-    normed = x / x.square().mean(-1, keepdim=True).sqrt()
-    expected = (normed @ coder.w_enc.double().T + coder.b_enc.double()).clamp_min(0)
-    torch.testing.assert_close(model.activations(IDS, "tc").double(), expected, atol=1e-4, rtol=1e-4)

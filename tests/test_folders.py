@@ -1,6 +1,5 @@
 """Dictionaries below --dictionary-folder: their names, sets among them, what is refused; opened when asked for."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
-from tests.front import making
 from tests.loaders import writers
+from tests.rows import making
 from tests.small_engine import forward
 from tests.small_world import CLAMP, CODERS, HEADS, SITES, TOKENS, WIDTH
 
@@ -200,17 +199,6 @@ def test_a_module_may_name_a_dictionary_of_a_folder(tree: Path) -> None:
     wrong = {"edits": [{**CLAMP, "dictionary": NAMES[4]}]}
     with pytest.raises(ConfigError, match=r"module 'm': .*--sites resid_post\.3"):
         Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": wrong}})).catalog(width=WIDTH, layers=4)
-
-
-def test_a_thousand_dictionaries_are_listed_at_once(tmp_path: Path) -> None:
-    for number in range(1000):
-        folder = tmp_path / f"layer_{number % 26}" / f"width_{number}" / "average_l0_7"
-        folder.mkdir(parents=True)
-        (folder / "params.npz").write_bytes(b"opened by nobody")
-    begun = time.monotonic()
-    assets = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)}))
-    assert time.monotonic() - begun < 5
-    assert len(assets.rows) == 1000
 
 
 def test_what_cannot_be_opened_is_not_opened_again_until_it_changes(

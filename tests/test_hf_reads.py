@@ -139,10 +139,8 @@ def test_nothing_is_read_unless_asked_for(model: hf.Model) -> None:
     assert torch.equal(model.logits(IDS), plain), "a read changes nothing"
 
 
-def test_refusals_are_those_of_a_server(model: hf.Model) -> None:
+def test_refusals_are_those_of_a_server_and_there_are_no_handles(model: hf.Model) -> None:
     for wanted, field in [
-        ({"activations": [{"site": "resid_post.2"}]}, "activations[0].site"),
-        ({"features": [{"dictionary": "jump", "features": [99]}]}, "features[0].features[0]"),
         ({"probes": ["nobody"]}, "probes[0].probe"),
         ({"activations": [{"site": SITE, "as": "handle"}]}, "activations[0].as"),
     ]:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,14 @@ def test_settings_example_is_right(tmp_path: Path) -> None:
     assert config.modules["golden-gate"] == str(tmp_path / "modules" / "golden-gate.json")
 
 
+def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[httpx.Request], httpx.Response]) -> None:
+    """Every client of an example is answered so."""
+    options = connection._options
+    monkeypatch.setattr(
+        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
+    )
+
+
 def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
@@ -133,10 +142,7 @@ def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         body = json.dumps({"choices": [choice], "saesteer": {"applied": []}})
         return httpx.Response(200, content=f"data: {body}\n\ndata: [DONE]\n\n" if asked[-1].get("stream") else body)
 
-    options = connection._options
-    monkeypatch.setattr(
-        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
-    )
+    answered(monkeypatch, answer)
     exec(example("client"), {})
     assert capsys.readouterr().out == "The Bridge.\nThe Bridge."
     assert all(len(from_json(body["saesteer"]).edits) == 1 for body in asked)
@@ -166,10 +172,7 @@ def test_start_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         told = {"applied": [], "dose": [{"site": "resid_post.15", "max": 1.0, "mean": edit["value"] / 4, "tokens": 1}]}
         return httpx.Response(200, json={"choices": [{"message": {"content": "Ocean."}}], "saesteer": told})
 
-    options = connection._options
-    monkeypatch.setattr(
-        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
-    )
+    answered(monkeypatch, answer)
     exec(example("start"), {})
     assert capsys.readouterr().out.splitlines() == [f"{v} {v / 4} Ocean." for v in (0.5, 1.0, 2.0, 4.0)]
     assert all(from_json(spec).returns.dose and spec["edits"][0]["feature"] == OCEAN for spec in asked)
@@ -184,10 +187,7 @@ def test_admin_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         said = {"choices": [{"message": {"content": "Calm."}}], "saesteer": {"applied": []}}
         return httpx.Response(200, json={"data": [{"id": "demo"}], **said, "modules": [entry], **entry})
 
-    options = connection._options
-    monkeypatch.setattr(
-        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
-    )
+    answered(monkeypatch, answer)
     exec(example("admin"), {})
     assert capsys.readouterr().out == "Calm.\n[('calm', '0123456789abcdef', 1)]\n"
     [curl] = re.findall(r"--data '(.*?)'\n", TEXT, re.DOTALL)
@@ -207,10 +207,7 @@ def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         said = [{**one.to_json(), "max_act": 5.65} for one in features if one is not None]
         return httpx.Response(200, json={"features": said})
 
-    options = connection._options
-    monkeypatch.setattr(
-        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
-    )
+    answered(monkeypatch, answer)
     exec(example("features"), {})
     *found, token = capsys.readouterr().out.splitlines()
     assert len(found) == 3 and any(line.startswith(f"{OCEAN} ") for line in found)
@@ -231,10 +228,7 @@ def test_fetch_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         }
         return httpx.Response(200, json={"data": [{"id": "demo"}], **said})
 
-    options = connection._options
-    monkeypatch.setattr(
-        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
-    )
+    answered(monkeypatch, answer)
     exec(example("fetch"), {})
     assert capsys.readouterr().out == "(3, 8)\n" and not kept
 

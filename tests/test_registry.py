@@ -71,11 +71,6 @@ def test_rows_lie_at_their_layer_and_before_the_layer_behind() -> None:
     assert counts(pins) == {"resid_post.2": 3, "resid_post.3": 2}
 
 
-def test_equal_vectors_are_pinned_once() -> None:
-    _, pins = settle(catalog(v=vector(1, 0, 0, 0), w=vector(1, 0, 0, 0)))
-    assert counts(pins, pins) == dict.fromkeys(SITES, 1)
-
-
 def test_vectors_in_modules_are_pinned_where_they_are_used() -> None:
     inside = spec(add([0.0, 1.0, 0.0, 0.0]), add([0.0, 0.0, 1.0, 0.0]), add([1.0] * 4, site="resid_post.9"))
     settled, pins = settle(changed(catalog(), {}, {"m": inside}))
@@ -226,21 +221,6 @@ def test_few_of_what_requests_bring_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(memory.registry._brought) == 3, "a request finds all that it brings, however many"
     with pytest.raises(Gone):
         memory.fill(0, [(A, 0)])
-
-
-def test_five_thousand_changes_leave_nothing_behind() -> None:
-    before: Any = {}
-    named, others = ({site: Pool(0, 3) for site in SITES} for _ in range(2))
-    made = Registry(named, others, INLINE, {})
-    now = catalog()
-    for number in range(1, 5001):
-        given = None if number % 3 == 0 else vector(number, 1, 0, 0)
-        now = changed(now, {"v": given}, {"m": None if given is None else spec(add("v"))})
-        _, pins = settle(now)
-        made.change(pins, before.keys() - pins.keys())
-        before = pins
-    assert made.usage() == dict.fromkeys(SITES, (1, 3))
-    assert (len(made._pins), len(made._pinned), len(made._leaving)) == (2, 1, 0) and len(made._kept) <= KEPT
 
 
 def known(modules: dict[str, Spec], **vectors: Any) -> Catalog:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -70,14 +69,6 @@ def test_the_row_is_the_row_of_dictionaries_of_their_own(engines: tuple[Engine, 
             assert row is not None
             rows.append(row.words.tobytes())
     assert rows[0] == rows[1]
-
-
-def test_each_layer_has_its_own_weights(engines: tuple[Engine, Engine], folder: Path) -> None:
-    for layer in LAYERS:
-        site, expected = engines[0].sites[f"resid_post.{layer}"], load(folder / f"layer_{layer}.safetensors")
-        place = engines[0].places.dictionaries[f"gs@{layer}"]
-        held = site.w_dec[place.base : place.base + len(expected.w_dec)]
-        np.testing.assert_array_equal(held.numpy(), expected.w_dec.numpy())
 
 
 def test_transformers_backend_takes_a_layer(folder: Path) -> None:

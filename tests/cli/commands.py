@@ -1,8 +1,15 @@
-"""The commands as a user runs them: in a process of their own, on a terminal 200 columns wide, without the hub."""
+"""The commands as a user runs them: in a process of their own, or in this one; 200 columns wide, without the hub."""
 
 import os
 import subprocess
 import sys
+
+import huggingface_hub
+import pytest
+from typer.testing import CliRunner
+
+from saesteer.commands.cli import app
+from saesteer.errors import SaesteerError
 
 # Whatever the machine can reach: an unknown hub id is looked up in the cache alone, at once.
 ENVIRONMENT = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
@@ -18,3 +25,13 @@ def saesteer(*words: str, before: str = "") -> "subprocess.CompletedProcess[str]
     code = ["-c", f"{before}\nfrom saesteer.commands.cli import main\nmain()"] if before else ["-m", "saesteer"]
     command = [sys.executable, *code, *words]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=600, check=False)
+
+
+def mistake(*words: str) -> str:
+    """What `saesteer` would print of a mistake in these words, and nothing else; in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(os, "execve", lambda *_: pytest.fail("a server starts"))
+        done = CliRunner().invoke(app, [*words])
+    assert isinstance(done.exception, SaesteerError) and done.output == "", (words, done.exception)
+    return " ".join(str(done.exception).split())

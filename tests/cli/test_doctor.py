@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from saesteer.commands.doctor import LONG, PROMPTS, TOKENS, Distances, _choose, batches, compare
+from saesteer.commands.doctor import TOKENS, Distances, _choose, compare
 from saesteer.errors import ConfigError
 from saesteer.plugin import job
 from saesteer.plugin.job import Batch, Completion
@@ -44,10 +44,6 @@ def with_answer(batch: int, place: int, other: Completion) -> list[list[Completi
     ours = [list(answers) for answers in OURS]
     ours[batch][place] = other
     return ours
-
-
-def test_all_is_well() -> None:
-    assert failed(OURS) == []
 
 
 @pytest.mark.parametrize(
@@ -100,14 +96,6 @@ def test_a_feature_that_is_not_there_is_told_before_an_engine_starts() -> None:
     for ids, feature in ((None, 3), ((10, 20, 30), 1)):
         with pytest.raises(ConfigError, match=f"--feature {feature}: dictionary 'd' has no such feature"):
             _choose(oracle(feature_ids=ids), "d", feature)
-
-
-def test_both_engines_are_asked_the_same() -> None:
-    plain, steered = batches(None), batches({"edits": []})
-    assert [replace(batch, steer=()) for batch in plain] == [replace(batch, steer=()) for batch in steered]
-    assert all(spec is None for batch in plain for spec in batch.steer)
-    assert steered[0].prompts == PROMPTS
-    assert steered[2].prompts == [LONG]
 
 
 def test_a_turn_comes_behind_what_was_said() -> None:

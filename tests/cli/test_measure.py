@@ -126,12 +126,6 @@ def test_figures_are_those_of_the_definition(
     assert figures.fvu == pytest.approx(fvu, rel=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [3, 4])
-def test_a_text_needs_two_tokens(tokens: int, tmp_path: Path, text: Path, loaded: Any) -> None:
-    with pytest.raises(ConfigError, match=r"has [01] tokens that .* not leave alone; expected a longer one"):
-        measure.run(Console(), "any", f"{written(tmp_path, 'one', 5)}@resid_post.1", text, max_tokens=tokens - 1)
-
-
 def test_each_dictionary_of_a_set_has_its_own_figures(text: Path, tmp_path: Path, capsys: Any) -> None:
     for layer in (0, 2):
         written(tmp_path / "set", f"layer_{layer}", layer)
@@ -238,11 +232,6 @@ def test_mistakes_are_one_sentence(text: Path, tmp_path: Path) -> None:
         measure.run(Console(), "any", str(file), text, max_tokens=1)
     with pytest.raises(LoadError, match="no such file"):
         measure.run(Console(), "any", "/no/such", text, max_tokens=9)
-
-
-def test_own_files_say_no_l0(tmp_path: Path) -> None:
-    assert describe(written(tmp_path, "one", 5)).l0 is None
-    assert replace(describe(DEMO_SAE), l0=None) == describe(DEMO_SAE)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rich.console import Console
 from saesteer.commands import evidence, prove, trials
 from saesteer.commands.chart import Panel, chart
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DEMO_TRANSCODER, FRENCH, GOLD, MLP_FEATURE, OCEAN, ensure_model
-from saesteer.commands.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, SCORE, Key, Subject
+from saesteer.commands.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, Key, Subject
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
@@ -29,7 +28,6 @@ from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.planning.planner import plan
 from saesteer.plugin.job import Batch, Completion
-from tests.entries import tensor
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import CODERS, KINDS, TOKENS, WIDTH
@@ -103,32 +101,6 @@ def subject(feature: int = BRIDGE) -> Subject:
     return Subject("demo", feature, float(coder.max_act[feature]), d.numpy(), "resid_post.15", float(e @ d))
 
 
-def test_controls_move_every_token_as_far_as_the_clamp() -> None:
-    """On the real model: x' − x under the flipped control is the clamp's times −1, under noise it has its length."""
-    from saesteer.commands.waiting import load_model
-
-    one = subject()
-    model = load_model(str(ensure_model()), {"demo": str(DEMO_SAE)})
-    ids = model.tokenizer("The bridge over the bay, and the road to it.").input_ids
-    reads = [{"site": "resid_post.15", "at": at} for at in ("before", "after")]
-
-    def change(spec: Mapping[str, Any]) -> Any:
-        found = model.read(ids, steer={"edits": spec["edits"], "return": {"activations": reads}})["activations"]
-        before, after = (tensor(entry) for entry in found)
-        return after - before
-
-    every = [*trials.clamps(one, 1), *trials.controls(one, 1, seed=0)]
-    for dose in DOSES:
-        moved = {key.arm: change(spec) for key, spec in every if key.dose == dose}
-        assert set(moved) == set(ARMS)
-        lengths = np.linalg.norm(moved[CLAMP], axis=1)
-        assert lengths[0] == 0 and (lengths[1:] > 0).all()
-        np.testing.assert_allclose(moved[FLIPPED], -moved[CLAMP], atol=1e-3)
-        np.testing.assert_allclose(np.linalg.norm(moved[NOISE], axis=1), lengths, rtol=1e-3)
-        cosine = (moved[NOISE] * moved[CLAMP])[1:].sum(1) / lengths[1:] ** 2
-        assert (np.abs(cosine) < 0.3).all()
-
-
 @pytest.mark.parametrize("name", ["jump", "length", "layer"])
 def test_controls_move_as_far_under_an_input_norm(name: str, tmp_path: Path) -> None:
     coder, feature = CODERS[name], 3
@@ -155,6 +127,8 @@ def test_controls_move_as_far_under_an_input_norm(name: str, tmp_path: Path) -> 
     assert clamp.norm(dim=1).min() > 0 and further.max() < 1.2
     torch.testing.assert_close(flipped, -clamp * further[3:, None], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(noise.norm(dim=1), flipped.norm(dim=1), rtol=1e-3, atol=1e-4)
+    cosine = (noise * clamp).sum(1) / (noise.norm(dim=1) * clamp.norm(dim=1))
+    assert (cosine.abs() < 0.9).all(), "noise has a direction of its own"
 
 
 def test_a_chart_is_svg_with_a_line_for_each_arm() -> None:
@@ -286,14 +260,6 @@ def test_a_dictionary_without_labels_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_told_before_the_engine_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--json .*found.json: its folder does not exist"):
         prove.run(Console(quiet=True), "demo", read_settings([]), [BRIDGE], json_file=tmp_path / "no" / "found.json")
-
-
-def test_a_transcoder_reads_nothing_back() -> None:
-    away = replace(subject(), factor=None)
-    assert all("features" not in spec["return"] for _, spec in trials.clamps(away, 2))
-    key, spec = trials.score(away)
-    assert key == Key(SCORE, feature=BRIDGE)
-    assert spec["edits"][0] | {"value": 10.0, "mode": "add"} == spec["edits"][0]
 
 
 @pytest.mark.parametrize(

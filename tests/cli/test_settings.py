@@ -222,17 +222,6 @@ def test_the_fingerprint_follows_the_content(place: Path) -> None:
     assert len(set(seen)) == 8
 
 
-def test_the_door_lets_a_right_config_in(place: Path) -> None:
-    config = read_settings(
-        [],
-        ["resid_post.all"],
-        vectors=[f"happy={place}/happy.npy", f"layers={place}/layers.npy"],
-        modules=[f"golden={place}/module.json"],
-    )
-    serve.check(str(place), config)
-    serve.check("s3://bucket/model", config)
-
-
 WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
     ({"vectors": ["happy"]}, "--vector happy: expected NAME=FILE, such as happy=happy.gguf"),
     ({"vectors": ["=x"]}, "--vector =x: expected NAME=FILE"),

@@ -1,17 +1,14 @@
-"""The clients against a stand-in: a real HTTP server on a socket that answers as vLLM does and keeps what it was sent.
+"""The clients against a stand-in that answers as vLLM does and keeps what it was sent.
 
-That the real server takes what they send is tested in test_real.py.
+test_whole.py has sockets, and test_real.py the real server.
 """
 
-import asyncio
 import json
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -20,8 +17,9 @@ import pytest
 import saesteer
 from saesteer.client.client import Answer, AsyncClient, Client, Piece
 from saesteer.errors import RequestRefused, SaesteerError, ServerError, SpecError
-from tests.client.both import both_clients
+from tests.client.both import both_clients, call
 
+URL = "http://host"
 CLAMP = {"op": "clamp", "dictionary": "demo", "feature": 3, "value": 2.0}
 APPLIED = [{"edit": 0, "site": "resid_post.15"}]
 DOSE = [{"site": "resid_post.15", "max": 0.31, "mean": 0.22, "tokens": 80}]
@@ -70,78 +68,36 @@ REFUSAL = {
 class StandIn:
     """What the server does next, and what it was sent."""
 
-    url: str = ""
     status: int = 200
     answer: bytes | None = None  # in place of the usual one
     stream: bytes | None = None  # in place of the usual one
-    seen: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)  # path, headers, body
+    seen: list[tuple[str, httpx.Headers, Any]] = field(default_factory=list)  # path, headers, body
 
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        body: Any = json.loads(request.content) if request.content else None
+        self.seen.append((path, request.headers, body))
+        if path == "/v1/models":
+            return httpx.Response(200, json=ANSWERS[path])
+        if body.get("stream") and self.status == 200:
+            events = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in CHUNKS[path]]
+            content = self.stream or "".join([": ping\n\n", *events, "data: [DONE]\n\n"]).encode()
+            return httpx.Response(200, content=content, headers={"Content-Type": "text/event-stream"})
+        content = json.dumps(ANSWERS[path]).encode() if self.answer is None else self.answer
+        return httpx.Response(self.status, content=content)
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    state: StandIn
-
-    def do_GET(self) -> None:
-        self.answer(None)
-
-    def do_POST(self) -> None:
-        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-    def answer(self, body: Any) -> None:
-        state = self.state
-        state.seen.append((self.path, dict(self.headers), body))
-        streamed = body is not None and body.get("stream") and state.status == 200
-        if streamed:
-            events = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in CHUNKS[self.path]]
-            content = state.stream or "".join([": ping\n\n", *events, "data: [DONE]\n\n"]).encode()
-        elif state.answer is not None and self.path != "/v1/models":
-            content = state.answer
-        else:
-            content = json.dumps(ANSWERS[self.path]).encode()
-        self.send_response(200 if self.path == "/v1/models" else state.status)
-        self.send_header("Content-Type", "text/event-stream" if streamed else "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def client(self, url: str = URL, **options: Any) -> Client:
+        return Client(url, transport=httpx.MockTransport(self), **options)
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
-    state = StandIn()
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), type("Mine", (Handler,), {"state": state}))
-    listening.daemon_threads = True
-    state.url = f"http://127.0.0.1:{listening.server_port}"
-    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield state
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
-
-
-def ask(server: StandIn, method: str, *words: Any, asynchronous: bool, **fields: Any) -> Any:
-    """What a method of either client gives; a stream as a list."""
-    if not asynchronous:
-        with Client(server.url) as client:
-            found = getattr(client, method)(*words, **fields)
-            return list(found) if method.startswith("stream") else found
-
-    async def wait() -> Any:
-        async with AsyncClient(server.url) as client:
-            found = getattr(client, method)(*words, **fields)
-            return [piece async for piece in found] if method.startswith("stream") else await found
-
-    return asyncio.run(wait())
+def server() -> StandIn:
+    return StandIn()
 
 
 @both_clients
 def test_chat(server: StandIn, asynchronous: bool) -> None:
-    answer = ask(server, "chat", "Who are you?", steer=CLAMP, temperature=0, asynchronous=asynchronous)
+    answer = call(server, "chat", "Who are you?", steer=CLAMP, temperature=0, asynchronous=asynchronous)
     raw = ANSWERS["/v1/chat/completions"]
     assert answer == Answer("The Bridge.", "stop", USAGE, raw, applied=tuple(APPLIED), dose=tuple(DOSE))
     assert [path for path, _, _ in server.seen] == ["/v1/models", "/v1/chat/completions"]
@@ -155,22 +111,22 @@ def test_chat(server: StandIn, asynchronous: bool) -> None:
 
 @both_clients
 def test_complete_and_respond(server: StandIn, asynchronous: bool) -> None:
-    answer = ask(server, "complete", [1, 2, 3], model="other", max_tokens=2, asynchronous=asynchronous)
+    answer = call(server, "complete", [1, 2, 3], model="other", max_tokens=2, asynchronous=asynchronous)
     assert (answer.text, answer.finish_reason, answer.usage) == (" a bridge", "length", USAGE)
     assert (answer.applied, answer.dose) == (None, None)
     assert server.seen == [
         ("/v1/completions", server.seen[0][1], {"model": "other", "prompt": [1, 2, 3], "max_tokens": 2})
     ]
-    answer = ask(server, "respond", "Who?", steer=[], asynchronous=asynchronous)
+    answer = call(server, "respond", "Who?", steer=[], asynchronous=asynchronous)
     assert (answer.text, answer.finish_reason) == ("The Bridge.", "completed")
     assert server.seen[-1][2] == {"model": "small", "input": "Who?", "saesteer": {}}
-    assert ask(server, "models", asynchronous=asynchronous) == ["small", "other"]
+    assert call(server, "models", asynchronous=asynchronous) == ["small", "other"]
 
 
 @both_clients
 def test_streams(server: StandIn, asynchronous: bool) -> None:
     turns = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
-    pieces = ask(server, "stream", turns, steer=saesteer.clamp("demo", 3, 2.0), asynchronous=asynchronous)
+    pieces = call(server, "stream", turns, steer=saesteer.clamp("demo", 3, 2.0), asynchronous=asynchronous)
     assert [(piece.text, piece.finish_reason) for piece in pieces] == [
         ("", None), ("The ", None), ("Bridge.", "stop"), ("", None)
     ]  # fmt: skip
@@ -178,7 +134,7 @@ def test_streams(server: StandIn, asynchronous: bool) -> None:
     assert [piece.dose for piece in pieces] == [None, None, None, tuple(DOSE)]
     assert server.seen[-1][2]["stream"] is True
     assert server.seen[-1][2]["messages"] == turns
-    pieces = ask(server, "stream_complete", "x", asynchronous=asynchronous)
+    pieces = call(server, "stream_complete", "x", asynchronous=asynchronous)
     raw = CHUNKS["/v1/completions"]
     # A line separator inside a text is no end of a line.
     assert pieces == [Piece(" a", None, raw[0], 1), Piece(" ü\u2028", "length", raw[1], 1, applied=tuple(APPLIED))]
@@ -215,7 +171,7 @@ def test_a_stream_may_come_in_any_parts() -> None:
 def test_a_refusal_names_field_and_code(server: StandIn, method: str, asynchronous: bool) -> None:
     server.status, server.answer = 400, json.dumps(REFUSAL).encode()
     with pytest.raises(RequestRefused) as caught:
-        ask(server, method, "x", steer=CLAMP, asynchronous=asynchronous)
+        call(server, method, "x", steer=CLAMP, asynchronous=asynchronous)
     error = caught.value
     assert (error.status, error.field, error.code) == (400, "saesteer.edits[0].feature", "out_of_range")
     assert "expected 0 to 9215" in str(error)
@@ -229,12 +185,12 @@ def test_a_refusal_names_field_and_code(server: StandIn, method: str, asynchrono
 @pytest.mark.parametrize("steer", [{"edits": [{"op": "clam"}]}, "{", 3])
 def test_a_wrong_spec_is_not_sent(server: StandIn, method: str, steer: Any, asynchronous: bool) -> None:
     with pytest.raises(SpecError):
-        ask(server, method, "x", steer=steer, asynchronous=asynchronous)
+        call(server, method, "x", steer=steer, asynchronous=asynchronous)
     assert server.seen == []
 
 
 def test_a_stream_is_checked_when_it_is_asked_for(server: StandIn) -> None:
-    with Client(server.url) as client, pytest.raises(SpecError):
+    with server.client() as client, pytest.raises(SpecError):
         client.stream("x", steer={"op": "clam"})
 
 
@@ -257,7 +213,7 @@ FAILURES: list[tuple[int, bytes, type[ServerError], str]] = [
 def test_failures(server: StandIn, status: int, content: bytes, kind: type[ServerError], words: str) -> None:
     server.status, server.answer = status, content
     with pytest.raises(ServerError) as caught:
-        ask(server, "chat", "x", asynchronous=False)
+        call(server, "chat", "x", asynchronous=False)
     assert type(caught.value) is kind
     assert caught.value.status == status
     assert words in str(caught.value)
@@ -279,7 +235,7 @@ def test_failures_in_a_stream(
 ) -> None:
     server.stream = stream
     with pytest.raises(ServerError) as caught:
-        ask(server, "stream", "x", asynchronous=asynchronous)
+        call(server, "stream", "x", asynchronous=asynchronous)
     assert type(caught.value) is kind
     assert words in str(caught.value)
 
@@ -306,29 +262,31 @@ def test_a_server_that_does_not_say_what_was_applied(
     events = [json.dumps(without(one)) for one in CHUNKS.get(path, [])]
     server.stream = "".join(f"data: {one}\n\n" for one in [*events, "[DONE]"]).encode()
     with pytest.raises(ServerError) as caught:
-        ask(server, method, "x", asynchronous=asynchronous, **asked)
+        call(server, method, "x", asynchronous=asynchronous, **asked)
     assert str(caught.value) == (
-        f"the server at {server.url}/v1/ answered without saying what was applied: "
+        f"the server at {URL}/v1/ answered without saying what was applied: "
         "it runs without saesteer, so nothing was steered"
     )
     assert type(caught.value) is ServerError and caught.value.status == 200
-    assert ask(server, method, "x", asynchronous=asynchronous), "unsteered requests get what there is"
+    assert call(server, method, "x", asynchronous=asynchronous), "unsteered requests get what there is"
 
 
 @pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])
 def test_a_response_that_is_not_there_yet_has_nothing_to_say(server: StandIn, status: str) -> None:
     server.answer = json.dumps({"status": status, "output": [], "usage": None}).encode()
-    answer = ask(server, "respond", "x", steer=CLAMP, background=True, asynchronous=False)
+    answer = call(server, "respond", "x", steer=CLAMP, background=True, asynchronous=False)
     assert (answer.finish_reason, answer.applied) == (status, None)
 
 
 @both_clients
 @pytest.mark.parametrize("method", ["chat", "stream", "models"])
 def test_no_server(method: str, asynchronous: bool) -> None:
-    nobody = StandIn(url="http://127.0.0.1:9")
+    def nobody(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
     words = [] if method == "models" else ["x"]
-    with pytest.raises(ServerError, match=r"the server http://127\.0\.0\.1:9 did not answer") as caught:
-        ask(nobody, method, *words, asynchronous=asynchronous)
+    with pytest.raises(ServerError, match=r"the server http://host did not answer") as caught:
+        call(nobody, method, *words, asynchronous=asynchronous)
     assert caught.value.status is None
 
 
@@ -338,26 +296,9 @@ def test_an_address_without_http(of: Any) -> None:
         of("localhost:8000")
 
 
-def test_a_stream_may_be_given_up(server: StandIn) -> None:
-    with Client(server.url) as client:
-        for piece in client.stream("x"):
-            assert piece.text == ""
-            break
-        assert client.chat("x").text == "The Bridge."
-
-    async def give_up() -> str:
-        async with AsyncClient(server.url) as client:
-            pieces = client.stream("x")
-            assert (await anext(pieces)).text == ""
-            await pieces.aclose()  # type: ignore[attr-defined]  # every stream here is a generator
-            return (await client.chat("x")).text
-
-    assert asyncio.run(give_up()) == "The Bridge."
-
-
 def test_address_key_and_model_are_heeded(server: StandIn) -> None:
-    for url in (server.url, f"{server.url}/", f"{server.url}/v1", f"{server.url}/v1/"):
-        with Client(url, api_key="secret", model="mine") as client:
+    for url in (URL, f"{URL}/", f"{URL}/v1", f"{URL}/v1/"):
+        with server.client(url, api_key="secret", model="mine") as client:
             client.chat("x")
             client.chat("x", model="yours")
     assert {path for path, _, _ in server.seen} == {"/v1/chat/completions"}
@@ -366,7 +307,7 @@ def test_address_key_and_model_are_heeded(server: StandIn) -> None:
 
 
 def test_the_model_is_looked_up_once(server: StandIn) -> None:
-    with Client(server.url) as client:
+    with server.client() as client:
         client.chat("x")
         client.chat("x")
     assert [path for path, _, _ in server.seen].count("/v1/models") == 1
@@ -375,18 +316,10 @@ def test_the_model_is_looked_up_once(server: StandIn) -> None:
 def test_no_model(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ANSWERS, "/v1/models", {"data": []})
     with pytest.raises(ServerError, match="serves no model"):
-        ask(server, "chat", "x", asynchronous=False)
+        call(server, "chat", "x", asynchronous=False)
     monkeypatch.setitem(ANSWERS, "/v1/models", [])
     with pytest.raises(ServerError, match="list of models"):
-        ask(server, "models", asynchronous=True)
-
-
-def test_a_transport_of_ones_own() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json=ANSWERS[request.url.path])
-
-    with Client("http://host", transport=httpx.MockTransport(answer)) as client:
-        assert client.complete("x").text == " a bridge"
+        call(server, "models", asynchronous=True)
 
 
 def test_the_client_needs_no_torch() -> None:

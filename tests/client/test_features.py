@@ -5,7 +5,6 @@ from typing import Any
 import httpx
 import pytest
 
-from saesteer.errors import RequestRefused
 from tests.client.both import both_clients, call
 
 
@@ -29,11 +28,3 @@ def test_it_sends_its_words_with_the_usual_key(words: Any, fields: Any, query: A
     [request] = seen
     assert (request.method, request.url.path, dict(request.url.params)) == ("GET", "/v1/saesteer/features", query)
     assert request.headers["Authorization"] == "Bearer usual"
-
-
-@both_clients
-def test_refusals(asynchronous: bool) -> None:
-    told = {"message": "no labels", "type": "NotFoundError", "param": "query.dictionary", "code": "not_served"}
-    with pytest.raises(RequestRefused, match="no labels") as caught:
-        call(lambda _: httpx.Response(404, json={"error": told}), "features", "d", "x", asynchronous=asynchronous)
-    assert (caught.value.status, caught.value.code, caught.value.field) == (404, "not_served", "query.dictionary")

@@ -158,3 +158,4 @@ def test_the_log_has_one_line_for_an_answer(caplog: pytest.LogCaptureFixture) ->
         "largest 16; features gs20: 1 rows, 4 2.5"
     ]
     consumer.drop(asked)
+    assert not consumer._seen, "nothing stays of a request that has ended"

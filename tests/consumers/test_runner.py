@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from saesteer.consumers import Consumer, Request, Rows, register
 from saesteer.consumers.consumer import ConsumerError
 from saesteer.consumers.known import Consumers
-from saesteer.consumers.lines import Logging
 from saesteer.consumers.runner import MAX_RESULT, Policy, Runner, Ticket
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.fields import fail
@@ -34,23 +33,27 @@ class Recording(Consumer):
         self.ended: list[str] = []
         self.dropped: list[str] = []
         self.closed = 0
+        self.failure: Any = ValueError
+
+    def _fail(self, where: str) -> None:
+        raise self.failure(f"cannot {where} this")
 
     def take(self, request: Request, rows: Rows) -> None:
         assert self.gate.wait(20)
         if request.parameters == "take":
-            raise ValueError("cannot take this")
+            self._fail("take")
         self.taken += [(request.id, int(at)) for at in rows.positions]
 
     def end(self, request: Request) -> Any:
         if request.parameters == "end":
-            raise ZeroDivisionError("cannot end this")
+            self._fail("end")
         self.ended.append(request.id)
         return request.parameters
 
     def drop(self, request: Request) -> None:
         self.dropped.append(request.id)
         if request.parameters == "drop":
-            raise KeyError("drop")
+            self._fail("drop")
 
     def close(self) -> None:
         self.closed += 1
@@ -106,60 +109,44 @@ def test_results_reach_their_requests(make: Callable[..., Made]) -> None:
     assert counted == {"rows": 60}
 
 
+class Mute(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise IndexError("its words are wrong, too")
+
+
+FAILURES: list[tuple[Any, str]] = [
+    (ValueError, "'it' failed for this request .*cannot {where} this"),
+    (sys.exit, "SystemExit: cannot {where} this"),
+    (Mute, "Mute: an error without words"),
+]
+
+
+@pytest.mark.parametrize(("failure", "told"), FAILURES, ids=["raises", "exits", "mute"])
 @pytest.mark.parametrize("where", ["take", "end"])
-def test_one_that_raises_fails_its_request_alone(make: Callable[..., Made], where: str) -> None:
+def test_one_that_fails_fails_its_request_alone(make: Callable[..., Made], where: str, failure: Any, told: str) -> None:
     runner, consumer, counted = make()
+    consumer.failure = failure
     good, bad = ticket(0, "fine"), ticket(1, where)
     for one in (good, bad, good, bad):
         runner.put(one, rows(0, 0, 2))
     for one in (bad, good):
         runner.end(one)
-    with pytest.raises(ConsumerError, match=f"'it' failed for this request .*cannot {where} this"):
+    with pytest.raises(ConsumerError, match=told.format(where=where)):
         result(bad)
     assert result(good) == "fine" and consumer.ended == ["request 0"] and consumer.dropped == ["request 1"]
     assert counted["failures"] == 1 and len(consumer.taken) == (4 if where == "take" else 8)
 
 
-def test_one_that_raises_when_it_forgets_goes_on(make: Callable[..., Made]) -> None:
+@pytest.mark.parametrize("failure", [one for one, _ in FAILURES], ids=["raises", "exits", "mute"])
+def test_one_that_fails_when_it_forgets_goes_on(make: Callable[..., Made], failure: Any) -> None:
     runner, consumer, counted = make()
+    consumer.failure = failure
     runner.drop(ticket(0, "drop"))
     last = ticket(1, 5)
     runner.end(last)
     assert result(last) == 5 and counted["failures"] == 1 and consumer.dropped == ["request 0"]
-
-
-class Exiting(Consumer):
-    """Its operator's code calls sys.exit where a request's parameters say so."""
-
-    def take(self, request: Request, rows: Rows) -> None:
-        self._maybe(request, "take")
-
-    def end(self, request: Request) -> Any:
-        self._maybe(request, "end")
-        return "fine"
-
-    def drop(self, request: Request) -> None:
-        self._maybe(request, "drop")
-
-    def _maybe(self, request: Request, where: str) -> None:
-        if request.parameters == where:
-            sys.exit(f"cannot {where} this")
-
-
-def test_one_that_exits_serves_later_requests() -> None:
-    runner = Runner("it", Exiting({}))
-    for number, where in enumerate(("take", "end")):
-        bad = ticket(number, where)
-        runner.put(bad, rows(number, 0, 2))
-        runner.end(bad)
-        with pytest.raises(ConsumerError, match=f"SystemExit: cannot {where} this"):
-            result(bad)
-    runner.drop(ticket(2, "drop"))
-    last = ticket(3)
-    runner.put(last, rows(3, 0, 2))
-    runner.end(last)
-    assert result(last) == "fine" and runner._held == 0
-    runner.close()
 
 
 def test_a_full_queue_drops_and_says_so(make: Callable[..., Made]) -> None:
@@ -220,27 +207,6 @@ def test_ids_of_answers_do_not_pile_up_behind_one_that_hangs(make: Callable[...,
     assert result(last) == "last"
 
 
-def test_an_error_that_cannot_say_what_it_is_ends_no_thread(make: Callable[..., Made]) -> None:
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise IndexError("its words are wrong, too")
-
-    runner, consumer, _ = make()
-    bad, good = ticket(0), ticket(1, "fine")
-
-    def end(request: Request) -> Any:
-        if request.parameters is None:
-            raise Mute
-        return request.parameters
-
-    consumer.end = end  # type: ignore[method-assign]
-    for one in (bad, good):
-        runner.end(one)
-    with pytest.raises(ConsumerError, match=r"Mute: an error without words"):
-        result(bad)
-    assert result(good) == "fine"
-
-
 def test_it_waits_for_room_as_long_as_the_policy_says(make: Callable[..., Made]) -> None:
     one = rows(0, 0, 2)
     runner, consumer, counted = make(queue_bytes=one.nbytes, wait=0.3)
@@ -279,18 +245,6 @@ def test_each_row_is_taken_or_counted(puts: list[tuple[int, int]], queue_bytes: 
     total = sum(count for _, count in puts)
     assert counted["rows"] == len(consumer.taken) == total - counted["dropped"]
     assert sum(one.dropped for one in tickets) == counted["dropped"] and runner._held == 0
-
-
-def test_nothing_stays_of_2000_requests_of_which_a_third_is_aborted() -> None:
-    consumer = Logging({})
-    runner = Runner("logging", consumer)
-    for number in range(2000):
-        one = ticket(number)
-        runner.put(one, rows(0, 0, 2))
-        runner.put(one, rows(0, 2, 3))
-        (runner.drop if number % 3 == 0 else runner.end)(one)
-    runner.close()
-    assert not consumer._seen and not runner._queue and runner._held == 0
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), {"a": object()}, "x" * (MAX_RESULT + 1), {1, 2}])

@@ -75,7 +75,7 @@ def play(consumer: Filesystem, steps: list[Step], ending: list[int]) -> list[tup
     return expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(steps)
 def test_every_row_is_there_once(steps: list[Step]) -> None:
     with TemporaryDirectory() as name:
@@ -86,7 +86,7 @@ def test_every_row_is_there_once(steps: list[Step]) -> None:
         assert all(not path.name.startswith(".") for path in Path(name).iterdir())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(steps)
 def test_what_is_dropped_leaves_whole_shards(steps: list[Step]) -> None:
     with TemporaryDirectory() as name:

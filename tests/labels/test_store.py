@@ -4,7 +4,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -230,21 +229,6 @@ def test_a_query_that_takes_too_long_ends(file: Path, monkeypatch: pytest.Monkey
     endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(i) FROM n"
     with Labels.open(file) as labels, pytest.raises(LoadError, match="interrupted"), store._reading(file):
         labels._ask(endless)
-
-
-def test_threads_open_their_own(file: Path) -> None:
-    found: list[int] = []
-
-    def ask() -> None:
-        with Labels.open(file) as labels:
-            found.append(len(labels.find("bridge")))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert found == [1] * 8
 
 
 def test_a_large_file_is_searched_at_once(tmp_path: Path) -> None:

@@ -48,3 +48,11 @@ def topk(pre: Array, k: int) -> Array:
     keep = np.zeros_like(pre)
     np.put_along_axis(keep, np.argsort(-pre, axis=-1, kind="stable")[..., :k], 1, axis=-1)
     return relu(pre * keep)
+
+
+def affine(r: Mapping[str, Any]) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
+    """What the encoder and the decoder of these arrays make, without an activation."""
+    return (
+        lambda x: np.asarray(x @ r["W_enc"] + r["b_enc"]),
+        lambda f, x: np.asarray(f @ r["W_dec"] + r["b_dec"]),
+    )

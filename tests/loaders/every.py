@@ -16,3 +16,5 @@ DESCRIBED: list[Told] = [told for module in MODULES.values() for told in getattr
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_sample = pytest.mark.parametrize("name", SAMPLES)
+_FIRST = {case.name.partition("-")[0]: case for case in reversed(CASES)}
+every_format = pytest.mark.parametrize("case", _FIRST.values(), ids=_FIRST)  # a case of each

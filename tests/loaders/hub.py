@@ -23,7 +23,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = root
         self.sent: dict[str, int] = {}
-        self.revisions: set[str] = set()  # that were asked for by name
+        self.revisions: set[tuple[str, str]] = set()  # repositories, and what was asked for by name
 
     @property
     def address(self) -> str:
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.server.revisions |= {*re.findall(r"/(?:revision|tree|resolve)/([^/]+)", path)}
+        self.server.revisions |= {*re.findall(r"([^/]+/[^/]+)/(?:revision|tree|resolve)/([^/]+)", path)}
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
             files = self._files(found[1])
             self._json({"id": found[1], "sha": SHA, "siblings": [{"rfilename": name} for name in files]})
@@ -116,24 +116,37 @@ class FakeHub:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.given: list[str] = []
+        self.given: list[str] = []  # at last
+        self.fetched: list[list[str]] = []  # each time
 
     def folder(self, repo: str, revision: str = "") -> Path:
         """Where the files of a revision are; of the default branch without one."""
         return self.root / (f"{repo}@{revision}" if revision else repo)
 
-    def snapshot_download(
-        self, repo: str, *, allow_patterns: list[str], ignore_patterns: list[str], revision: str = ""
-    ) -> str:
+    def list_repo_files(self, repo: str, revision: str = "") -> list[str]:
         source = self.folder(repo, revision)
         if not source.is_dir():
             raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}\nmore lines")
-        names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
-        self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+
+    def snapshot_download(
+        self,
+        repo: str,
+        *,
+        allow_patterns: list[str] | None = None,
+        ignore_patterns: list[str] | None = None,
+        revision: str = "",
+        local_files_only: bool = False,
+    ) -> str:
         snapshot = self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / (revision or "abc")
+        if local_files_only:
+            return str(snapshot)
+        names = self.list_repo_files(repo, revision)
+        self.given = sorted(filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        self.fetched.append(self.given)
         snapshot.mkdir(parents=True, exist_ok=True)
         for name in self.given:
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
             if not (snapshot / name).exists():  # the real one downloads once, too
-                (snapshot / name).write_bytes((source / name).read_bytes())
+                (snapshot / name).write_bytes((self.folder(repo, revision) / name).read_bytes())
         return str(snapshot)

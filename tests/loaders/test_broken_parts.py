@@ -55,11 +55,6 @@ def values(sample: Sample) -> Iterator[tuple[str, dict[str, Any], str]]:
             yield f"{bad}-{key}", {**sample.arrays, key: spoiled}, words
 
 
-def rows(parts: Callable[[Sample], Iterator[tuple[str, dict[str, Any], str]]]) -> pytest.MarkDecorator:
-    found = [pytest.param(name, *row[1:], id=f"{name}-{row[0]}") for name in SAMPLES for row in parts(SAMPLES[name])]
-    return pytest.mark.parametrize(("name", "arrays", "words"), found)
-
-
 def refused(read: Callable[[str], object], place: Path, words: str, folder: Path) -> None:
     with pytest.raises(LoadError) as caught:
         read(str(place))
@@ -70,16 +65,15 @@ def refused(read: Callable[[str], object], place: Path, words: str, folder: Path
     assert "\n" not in message
 
 
-@rows(headers)
-def test_wrong_headers(name: str, arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
-    place = SAMPLES[name].write(tmp_path, arrays)
-    refused(load, place, words, tmp_path)
-    refused(describe, place, words, tmp_path)
-
-
-@rows(values)
-def test_wrong_values(name: str, arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
-    refused(load, SAMPLES[name].write(tmp_path, arrays), words, tmp_path)
+@every_sample
+def test_wrong_headers_and_values(name: str, tmp_path: Path) -> None:
+    sample = SAMPLES[name]
+    for which, arrays, words in headers(sample):
+        place = sample.write(tmp_path / which, arrays)
+        refused(load, place, words, tmp_path)
+        refused(describe, place, words, tmp_path)
+    for which, arrays, words in values(sample):
+        refused(load, sample.write(tmp_path / which, arrays), words, tmp_path)
 
 
 @every_sample
@@ -159,17 +153,21 @@ def test_every_value_of_a_config_is_checked_or_means_nothing(name: str, tmp_path
     assert checked
 
 
-@pytest.mark.parametrize("text", ["[1]", "3", '"x"', "null", "{", "", "[" * 100_000, "\xff"])
+NO_OBJECTS = ["[1]", "3", '"x"', "null", "{", "", "[" * 100_000, "\xff"]
+
+
 @pytest.mark.parametrize("name", CONFIGURED)
-def test_a_config_that_is_no_object(name: str, text: str, tmp_path: Path) -> None:
+def test_a_config_that_is_no_object(name: str, tmp_path: Path) -> None:
     sample = SAMPLES[name]
     place = sample.write(tmp_path, dict(sample.arrays))
     config = tmp_path / str(sample.config)
-    config.write_bytes(text.encode("latin-1"))
     expected = "expected keys and values" if config.suffix == ".yaml" else "expected a JSON object"
-    for read in (load, describe):
+    for text in NO_OBJECTS:
+        config.write_bytes(text.encode("latin-1"))
         with pytest.raises(LoadError, match=rf"{config.name}: .*{expected}"):
-            read(str(place))
+            describe(str(place))
+    with pytest.raises(LoadError, match=rf"{config.name}: .*{expected}"):
+        load(str(place))
 
 
 @pytest.mark.parametrize("name", CONFIGURED)

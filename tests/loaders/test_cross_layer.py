@@ -61,11 +61,6 @@ def test_what_is_known_says_what_it_is(case: across.Case, tmp_path: Path) -> Non
     assert opened.sites(LAYERS) == ("mlp_in.1", "resid_post.1", "resid_post.2")
 
 
-def test_rows_are_rounded_to_the_dtype_asked_for(tmp_path: Path) -> None:
-    file = open_rows(across.circuit_tracer(tmp_path, across.layers()) / "W_enc_0.safetensors")
-    assert torch.equal(file.later(5, torch.bfloat16), file.later(5, None).to(torch.bfloat16))
-
-
 def test_one_file_of_all_layers_is_counted_once(tmp_path: Path) -> None:
     place = across.llamascopium(tmp_path, across.layers())
     size = sum((place / name).stat().st_size for name in ("config.json", "sae_weights.safetensors"))
@@ -117,15 +112,6 @@ def test_a_file_that_changes_gives_no_more_rows(name: str, tmp_path: Path) -> No
     (place / name).unlink()
     with pytest.raises(LoadError, match=rf"{name}: cannot be read any more"):
         file.check()
-
-
-def test_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    found = across.layers()
-    found[0].w_dec[2][5, 1] = np.nan
-    file = open_rows(across.circuit_tracer(tmp_path, found) / "W_enc_0.safetensors")
-    file.later(4, None)
-    with pytest.raises(LoadError, match=r"W_dec_0\.safetensors: W_dec_0\[:, 2\]: holds nan; expected finite"):
-        file.later(5, None)
 
 
 def test_a_store_has_a_row_for_each_layer_and_reads_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

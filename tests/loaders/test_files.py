@@ -1,14 +1,10 @@
 """Places: paths, names inside a folder, hub ids (with a fake hub), and describe() on files far too large to read."""
 
 import hashlib
-import json
 import os
 import shutil
-import struct
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -19,25 +15,15 @@ from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
-from saesteer.loaders import alone, arrays, describe, files, load, max_act, progress
+from saesteer.loaders import alone, describe, files, load, max_act, progress
 from saesteer.loaders.files import fetch
 from saesteer.loaders.sets import members
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
-from tests.loaders.case import Case
-from tests.loaders.every import every_case
 from tests.loaders.formats import circuit_tracer, connor_rob, llama_scope, qwen_scope
 from tests.loaders.hub import FakeHub
 
 LEAF = "layer_20/width_16k/average_l0_71"
-WIDE = {"W_enc": "F32", "W_dec": "F32", "b_enc": "F32", "b_dec": "F32", "threshold": "F32"}
-
-
-@pytest.fixture
-def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
-    return fake
 
 
 def test_a_line_of_yaml_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> None:
@@ -46,26 +32,6 @@ def test_a_line_of_yaml_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> 
     (tmp_path / "config.yaml").write_text("\n".join([*lines, "model_name: *a11"]))
     with pytest.raises(LoadError, match=r"config.yaml: not readable as YAML \(it has an alias\)"):
         describe(tmp_path / "layer_3.safetensors")
-
-
-def test_fake_hub_gives_one_dictionary_of_a_repository(fake_hub: FakeHub) -> None:
-    repo = fake_hub.root / "google" / "gemma-scope-2b-pt-res"
-    writers.gemma_scope(repo / LEAF, writers.raw())
-    writers.gemma_scope(repo / LEAF.replace("71", "139"), writers.raw(seed=1))
-    place = f"google/gemma-scope-2b-pt-res/{LEAF}"
-    coder = load(place)
-    assert (coder.info.site_in, coder.info.source) == ("resid_post.20", place)
-    assert describe(place) == coder.info
-    assert fake_hub.given == [f"{LEAF}/params.npz"]
-
-
-def test_fake_hub_is_asked_for_no_other_file(fake_hub: FakeHub) -> None:
-    repo = writers.saelens(fake_hub.root / "org" / "sae", writers.saelens_cfg("jumprelu"), writers.raw())
-    writers.saelens(repo / "layer_1", writers.saelens_cfg("jumprelu"), writers.raw())
-    for name in ("other.pt", "model.safetensors", "layer_1/x.safetensors", "run.py"):
-        (repo / name).write_bytes(b"x")
-    assert load("org/sae").info.format == "saelens"
-    assert fake_hub.given == ["cfg.json", "sae_weights.safetensors"]
 
 
 def test_fake_hub_gives_one_file_of_vectors_and_no_other(fake_hub: FakeHub) -> None:
@@ -80,10 +46,55 @@ def test_fake_hub_gives_one_file_of_vectors_and_no_other(fake_hub: FakeHub) -> N
         read_vectors("org/vectors")
 
 
-def test_fake_hub_gives_one_layer_of_a_set(fake_hub: FakeHub) -> None:
-    circuit_tracer.write(fake_hub.root / "org" / "set", circuit_tracer.ARRAYS, (1, 3))
-    assert describe("org/set#layer_3").site_out == "mlp_out.3"
-    assert fake_hub.given == ["config.yaml", "layer_3.safetensors"]
+def others(folder: Path, *names: str) -> None:
+    """Files beside a dictionary that nobody asks for."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+
+
+def on_the_hub(root: Path) -> None:
+    """A repository of each kind, which holds more than is asked for."""
+    for leaf in (LEAF, LEAF.replace("71", "139")):
+        writers.gemma_scope(root / "google/gemma-scope-2b-pt-res" / leaf, writers.raw())
+    for folder in ("sae", "sae/layer_1"):
+        writers.saelens(root / "org" / folder, writers.saelens_cfg("jumprelu"), writers.raw())
+    others(root / "org/sae", "other.pt", "model.safetensors", "layer_1/x.safetensors", "run.py")
+    circuit_tracer.write(root / "org/set", circuit_tracer.ARRAYS, (1, 3))
+    qwen_scope.write(root / "org/qwen", qwen_scope.ARRAYS, (1, 3))
+    for folder in ("z", "z/deeper"):
+        connor_rob.write(root / "org" / folder, connor_rob.ARRAYS)
+    llama_scope.write(root / "org/scope/L15R-8x", llama_scope.ARRAYS)
+    others(root / "org/scope/L15R-8x/checkpoints", "5.safetensors")
+    for name in ("mine", "other"):
+        writers.own(root / "org/own/sub" / f"{name}.safetensors", writers.own_tensors(writers.raw()))
+
+
+GIVEN = [  # place, where it reads, the files that are fetched
+    (f"google/gemma-scope-2b-pt-res/{LEAF}", "resid_post.20", [f"{LEAF}/params.npz"]),
+    ("org/sae", "resid_post.3", ["cfg.json", "sae_weights.safetensors"]),
+    ("org/set#layer_3", "mlp_in.3", ["config.yaml", "layer_3.safetensors"]),
+    ("org/qwen/layer3.sae.pt", "resid_post.3", ["config.json", "layer3.sae.pt"]),
+    ("org/z/gpt2-small_L3.pt", "z.3", ["gpt2-small_L3.pt", "gpt2-small_L3_cfg.json"]),
+    (
+        "org/scope/L15R-8x",
+        "resid_post.15",
+        [f"L15R-8x/{n}" for n in ("checkpoints/final.safetensors", "hyperparams.json")],
+    ),
+    ("org/own/sub/mine.safetensors", None, ["sub/mine.safetensors"]),
+]
+
+
+def test_the_hub_gives_what_a_place_needs_and_no_other_file(fake_hub: FakeHub) -> None:
+    on_the_hub(fake_hub.root)
+    for place, config in (("org/set", "config.yaml"), ("org/qwen", "config.json")):  # a whole set is not fetched
+        with pytest.raises(LoadError, match="0 files and none chosen"):
+            describe(place)
+        assert fake_hub.given == [config]
+    for place, site, given in GIVEN:
+        info = describe(place)
+        assert (info.site_in, fake_hub.given) == (site, given)
+        assert load(place).info == info
     for place in ("org/set#layer_2", "org/other#layer_3"):
         with pytest.raises(LoadError, match=f"{place.partition('#')[0]}/layer_"):
             describe(place)
@@ -109,51 +120,9 @@ def test_fake_hub_is_not_asked_where_the_folder_is_here(
     assert "no such file; " not in str(caught.value)
 
 
-def test_fake_hub_is_not_asked_for_a_whole_set(fake_hub: FakeHub) -> None:
-    circuit_tracer.write(fake_hub.root / "org" / "set", circuit_tracer.ARRAYS, (1, 3))
-    qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (1, 3))
-    for place, config in (("org/set", "config.yaml"), ("org/qwen", "config.json")):
-        with pytest.raises(LoadError, match="0 files and none chosen"):
-            describe(place)
-        assert fake_hub.given == [config]
-
-
-def test_fake_hub_gives_a_torch_file_with_its_config(fake_hub: FakeHub) -> None:
-    qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (1, 3))
-    assert describe("org/qwen/layer3.sae.pt").site_in == "resid_post.3"
-    assert fake_hub.given == ["config.json", "layer3.sae.pt"]
-    connor_rob.write(fake_hub.root / "org" / "z", connor_rob.ARRAYS)
-    connor_rob.write(fake_hub.root / "org" / "z" / "deeper", connor_rob.ARRAYS)
-    assert describe("org/z/gpt2-small_L3.pt").site_in == "z.3"
-    assert fake_hub.given == ["gpt2-small_L3.pt", "gpt2-small_L3_cfg.json"]
-
-
-def test_fake_hub_gives_the_file_below_a_folder_that_a_format_names(fake_hub: FakeHub) -> None:
-    repo = fake_hub.root / "org" / "scope"
-    llama_scope.write(repo / "L15R-8x", llama_scope.ARRAYS)
-    writers.tensors(repo / "L15R-8x" / "checkpoints" / "5.safetensors", llama_scope.ARRAYS)
-    assert describe("org/scope/L15R-8x").site_in == "resid_post.15"
-    assert fake_hub.given == ["L15R-8x/checkpoints/final.safetensors", "L15R-8x/hyperparams.json"]
-
-
-def test_fake_hub_keeps_what_was_calibrated(fake_hub: FakeHub) -> None:
-    writers.gemma_scope(fake_hub.root / "org" / "sae", writers.raw())
-    coder = load("org/sae")
-    assert not coder.info.has_max_act
-    max_act.write(fetch("org/sae"), alone(fetch("org/sae")), torch.ones(coder.info.features), tokens=1)
-    assert describe("org/sae").has_max_act
-    assert load("org/sae").max_act is not None
-
-
-def test_fake_hub_single_file_and_name_inside_a_folder(fake_hub: FakeHub) -> None:
-    raw = writers.raw()
-    repo = fake_hub.root / "org" / "sae"
-    writers.own(repo / "sub" / "mine.safetensors", writers.own_tensors(raw))
-    writers.own(repo / "sub" / "other.safetensors", writers.own_tensors(raw))
-    assert load("org/sae/sub/mine.safetensors").info.format == "saesteer"
-    assert fake_hub.given == ["sub/mine.safetensors"]
-    tensors = writers.manifest_tensors(raw, writers.SEEN)
-    writers.manifest(repo / "m", tensors, layers=((20, "post_block"), (4, "pre_attn")))
+def test_fake_hub_name_inside_a_folder(fake_hub: FakeHub) -> None:
+    tensors = writers.manifest_tensors(writers.raw(), writers.SEEN)
+    writers.manifest(fake_hub.root / "org" / "sae" / "m", tensors, layers=((20, "post_block"), (4, "pre_attn")))
     assert describe("org/sae/m#layer_4_pre_attn").site_in == "resid_pre.4"
     with pytest.raises(
         LoadError, match=r"2 dictionaries and none chosen; expected one of .*layer_20_post_block.safetensors"
@@ -234,11 +203,6 @@ def test_a_meaning_that_the_folder_s_name_gives_is_in_the_fingerprint(tmp_path: 
     assert first == same and mine == other and len({first, normed, mine}) == 3
 
 
-def test_the_hub_s_large_files_are_not_read_for_their_digest(tmp_path: Path) -> None:
-    name = "1f" * 32
-    assert describe(in_hub_cache(tmp_path, digest=name)).fingerprint == name
-
-
 def test_inspect_hashes_no_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "1f" * 32
     places = [writers.gemma_scope(tmp_path / "a", writers.raw()), in_hub_cache(tmp_path / "hub", digest=name)]
@@ -281,52 +245,6 @@ def test_an_existing_path_with_a_hash_in_its_name(tmp_path: Path) -> None:
     file = writers.own(tmp_path / "a#b" / "c#d.safetensors", writers.own_tensors(writers.raw()))
     assert fetch(str(file)) == file
     assert fetch(str(file.parent)) == file.parent
-
-
-@every_case
-def test_describe_reads_no_values(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = str(case.write(tmp_path))
-    expected = load(place).info
-
-    def forbidden(*_: Any) -> None:
-        raise AssertionError("describe() read weights")
-
-    monkeypatch.setattr(arrays.Arrays, "_blocks", forbidden)
-    assert describe(place) == expected
-    assert report(place)
-
-
-def test_describe_of_a_million_features_is_instant_but_for_its_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sparse file of 19 GB that holds a header and nothing else."""
-    features, width = 1 << 20, 2304
-    shapes = {"W_enc": [width, features], "W_dec": [features, width], "b_dec": [width]}
-    header: dict[str, Any] = {}
-    end = 0
-    for key, dtype in WIDE.items():
-        shape = shapes.get(key, [features])
-        start, end = end, end + 4 * torch.Size(shape).numel()
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    with (tmp_path / "sae_weights.safetensors").open("wb") as stream:
-        stream.write(struct.pack("<Q", len(head)) + head)
-        stream.truncate(8 + len(head) + end)
-    (tmp_path / "cfg.json").write_text(json.dumps(writers.saelens_cfg("jumprelu", d_in=width, d_sae=features)))
-    hashed: list[str] = []
-
-    def hash_it(file: Path) -> str:  # would take 14 s
-        hashed.append(file.name)
-        return "ab" * 32
-
-    monkeypatch.setattr(files, "digest_of", hash_it)
-    started = time.process_time()  # others on the machine take no part in it
-    info = describe(tmp_path)
-    assert time.process_time() - started < 1
-    assert hashed == ["cfg.json", "sae_weights.safetensors"]
-    assert (info.features, info.bytes_on_disk > 19e9) == (features, True)
-    assert "1,048,576" in report(tmp_path)
-    assert "19.3 GB" in report(tmp_path)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import numpy as np
@@ -24,33 +22,7 @@ from tests.loaders.sets import opened, scope
 LARGE = 70_000  # features, so that files are larger than what is fetched whole
 
 
-@pytest.fixture
-def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(tmp_path / "hub")
-
-    def listed(repo: str, revision: str = "") -> list[str]:
-        source = fake.folder(repo, revision)
-        if not source.is_dir():
-            raise huggingface_hub.errors.EntryNotFoundError(f"404: {repo}")
-        return sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
-
-    def fetched(*args: Any, **how: Any) -> str:
-        if how.get("local_files_only"):
-            snapshots = fake.root / f"models--{args[0].replace('/', '--')}" / "snapshots"
-            return str(snapshots / how.get("revision", "abc"))
-        everything.append(fake.given)
-        found = FakeHub.snapshot_download(fake, *args, **how)
-        everything.append(fake.given)
-        return found
-
-    everything: list[list[str]] = []
-    fake.fetched = everything  # type: ignore[attr-defined]
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", listed)
-    return fake
-
-
-def given(hub: Any) -> set[str]:
+def given(hub: FakeHub) -> set[str]:
     return {name for names in hub.fetched for name in names}
 
 
@@ -102,9 +74,9 @@ def test_what_was_fetched_before_is_found_without_asking_the_hub(fake_hub: FakeH
     scope(fake_hub.root / "google", 3)
     place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
     first = fetch(place)
-    asked = len(fake_hub.fetched)  # type: ignore[attr-defined]
+    asked = len(fake_hub.fetched)
     assert fetch(place, again=True) == first
-    assert len(fake_hub.fetched) == asked  # type: ignore[attr-defined]
+    assert len(fake_hub.fetched) == asked
     with pytest.raises(LoadError):
         fetch("google/another/layer_3", again=True)
 
@@ -134,17 +106,6 @@ def test_a_source_of_neuronpedia_is_a_place_on_the_hub(fake_hub: FakeHub, monkey
         opened("np:m/t")
 
 
-def test_without_a_network_the_hubs_cache_still_serves(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    scope(fake_hub.root / "google", 3)
-
-    def gone(repo: str) -> list[str]:
-        raise OSError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", gone)
-    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
-    assert opened(place).infos["gs"] == describe(place)
-
-
 def test_without_a_network_a_pattern_means_what_the_cache_has(
     fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,99 +122,76 @@ def test_without_a_network_a_pattern_means_what_the_cache_has(
         opened("google/gemma-scope-2b-pt-res/*/width_1m")
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    with serving(tmp_path_factory.mktemp("served")) as one:
-        yield one
+REPORTS = """
+import sys
+from saesteer.commands.inspect import report
+from saesteer.errors import LoadError
+for place in sys.argv[1:]:
+    try:
+        print(report(place), end="\\0")
+    except LoadError as error:
+        print(f"refused: {error}", end="\\0")
+"""
 
 
-def inspect(hub: Hub, place: str, cache: Path) -> subprocess.CompletedProcess[str]:
+def inspected(hub: Hub, cache: Path, *places: str) -> dict[str, str]:
+    """What `inspect` reports of each place, in a process that knows this hub alone."""
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    words = [sys.executable, "-m", "saesteer", "inspect", place]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", REPORTS, *places]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return dict(zip(places, done.stdout.split("\0")[:-1], strict=True))
 
 
-def test_inspect_of_a_hub_id_fetches_headers_alone(hub: Hub, tmp_path: Path) -> None:
-    wide = writers.raw(features=LARGE)
-    writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / "layer_20", wide)
-    writers.saelens(hub.root / "org" / "sae", writers.saelens_cfg("jumprelu", d_sae=LARGE), wide)
-    layer = {"W_enc": wide["W_enc"].T, "W_dec": wide["W_dec"].T, "b_enc": wide["b_enc"], "b_dec": wide["b_dec"]}
-    qwen_scope.write(hub.root / "org" / "qwen", layer, d_sae=LARGE)
-    layer = {"W_enc": wide["W_enc"].T, "W_dec": wide["W_dec"], "b_enc": wide["b_enc"], "b_dec": wide["b_dec"]}
-    circuit_tracer.write(hub.root / "org" / "set", layer, (4, 5))
-    for place, file, words in (
-        ("google/gemma-scope-2b-pt-res/layer_20", "layer_20/params.npz", "resid_post.20"),
-        ("org/sae", "sae_weights.safetensors", "resid_post.3"),
-        ("org/qwen/layer12.sae.pt", "layer12.sae.pt", "resid_post.12"),
-        ("org/set#layer_5", "layer_5.safetensors", "mlp_in.5 -> mlp_out.5"),
-    ):
-        hub.sent.clear()
-        done = inspect(hub, place, tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert words in done.stdout
-        assert f"source        {place.replace('#layer_5', '/layer_5.safetensors')}" in done.stdout
-        assert "70,000" in done.stdout
-        assert "fingerprint   not computed" in done.stdout
-        whole = (hub.root / "/".join(place.partition("#")[0].split("/")[:2]) / file).stat().st_size
-        assert 0 < hub.sent[file] < whole / 10, (hub.sent, whole)
+GEMMA = "google/gemma-scope-2b-pt-res"
+PINNED = "google/pinned-2b-pt-res/layer_9@@v1@resid_post.9"
+NAMED, NAMED_PLACE = "np:gemma-2-2b/21-gemmascope-res-16k", f"{GEMMA}/layer_21/width_16k/average_l0_70"
+SET, LISTED = (
+    f"{GEMMA}/layer_*/width_16k/*@7,3",
+    "google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz",
+)
+HEADERS = [  # place, its file, words of what is said
+    (f"{GEMMA}/layer_20", "layer_20/params.npz", ["70,000", "resid_post.20"]),
+    ("org/sae", "sae_weights.safetensors", ["70,000", "resid_post.3"]),
+    ("org/qwen/layer12.sae.pt", "layer12.sae.pt", ["70,000", "resid_post.12"]),
+    ("org/set#layer_5", "layer_5.safetensors", ["70,000", "mlp_in.5 -> mlp_out.5"]),
+    (PINNED, "layer_9/params.npz", ["70,000", "resid_post.9"]),
+    (NAMED, "layer_21/width_16k/average_l0_70/params.npz", ["resid_post.21", f"source        {NAMED_PLACE}\n"]),
+    (SET, "layer_3/width_16k/average_l0_63/params.npz", ["2 dictionaries, of layer 3, 7", f"{GEMMA}/layer_3/width"]),
+    (LISTED, "", ["mlp_in_pregain.0 -> mlp_out.0"]),
+    ("org/lies", "sae_weights.safetensors", ["refused: ", "with a header of 209715200"]),
+    ("org/listing#layer_9", "", ["refused: org/listing/layer_9.safetensors: org/listing has no dictionary there"]),
+    ("org/listing", "", [f"expected the place of one of them, such as {LISTED}"]),
+]  # fmt: skip
 
 
-def test_a_header_that_says_that_it_is_the_whole_file_is_not_fetched(hub: Hub, tmp_path: Path) -> None:
-    writers.saelens(hub.root / "org" / "sae", writers.saelens_cfg("jumprelu"), writers.raw())
-    file = hub.root / "org" / "sae" / "sae_weights.safetensors"
-    with file.open("wb") as stream:
-        stream.write((200 << 20).to_bytes(8, "little"))
-        stream.truncate(300 << 20)
-    refused = inspect(hub, "org/sae", tmp_path)
-    assert refused.returncode == 2 and "with a header of 209715200" in refused.stderr
-    assert hub.sent[file.name] < 1 << 20
-
-
-def test_inspect_of_a_revision_asks_for_nothing_else(hub: Hub, tmp_path: Path) -> None:
-    cfg = writers.saelens_cfg("jumprelu", d_sae=LARGE)
-    writers.saelens(hub.root / "org" / "pinned", cfg, writers.raw(features=LARGE))
-    hub.revisions.clear()
-    done = inspect(hub, "org/pinned@@v1@resid_post.3", tmp_path)
-    assert done.returncode == 0 and "70,000" in done.stdout, done.stderr
-    assert hub.revisions <= {"v1", SHA} and "v1" in hub.revisions
-
-
-def test_inspect_of_a_source_of_neuronpedia(hub: Hub, tmp_path: Path) -> None:
-    inside = "layer_21/width_16k/average_l0_70"
-    writers.gemma_scope(hub.root / "google" / "gemma-scope-2b-pt-res" / inside, writers.raw(features=LARGE))
-    done = inspect(hub, "np:gemma-2-2b/21-gemmascope-res-16k", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"source        google/gemma-scope-2b-pt-res/{inside}" in done.stdout and "resid_post.21" in done.stdout
-    done = inspect(hub, "np:gemma-2-2b/21-gemmascope", tmp_path)
-    assert done.returncode == 2 and "expected np:MODEL/SOURCE" in done.stderr
-
-
-def test_inspect_of_a_set_on_the_hub(hub: Hub, tmp_path: Path) -> None:
-    scope(hub.root / "google", 3, 7, features=LARGE)
-    hub.sent.clear()
-    done = inspect(hub, "google/gemma-scope-2b-pt-res/layer_*/width_16k/*@7,3", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 dictionaries, of layer 3, 7" in done.stdout
-    assert "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63" in done.stdout
-    assert str(tmp_path) not in done.stdout
-    assert sum(hub.sent.values()) < LARGE * 48 * 4 / 5
-
-
-def test_a_list_of_other_repositories_names_a_place_that_is_served(hub: Hub, tmp_path: Path) -> None:
-    place = "google/gemma-scope-2b-pt-transcoders/layer_0/width_16k/average_l0_76/params.npz"
-    writers.gemma_scope((hub.root / place).parent, writers.raw())
-    listing = hub.root / "org" / "listing" / "config.yaml"
-    listing.parent.mkdir(parents=True)
-    listing.write_text(f"model_kind: transcoder_set\ntranscoders: ['hf://{place}']")
-    refused = inspect(hub, "org/listing#layer_9", tmp_path)
-    assert refused.returncode == 2
-    assert "org/listing/layer_9.safetensors: org/listing has no dictionary there" in refused.stderr
-    refused = inspect(hub, "org/listing", tmp_path)
-    assert refused.returncode == 2
-    assert f"expected the place of one of them, such as {place}" in refused.stderr
-    done = inspect(hub, place, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "mlp_in_pregain.0 -> mlp_out.0" in done.stdout
+def test_inspect_of_what_is_on_the_hub_fetches_headers_alone(tmp_path: Path) -> None:
+    with serving(tmp_path / "hub") as hub:
+        served = hub.root
+        wide = writers.raw(features=LARGE)
+        for folder in ("layer_20", "layer_21/width_16k/average_l0_70"):
+            writers.gemma_scope(served / GEMMA / folder, wide)
+        writers.gemma_scope(served / "google/pinned-2b-pt-res/layer_9", wide)
+        scope(served / "google", 3, 7, features=LARGE)
+        writers.saelens(served / "org/sae", writers.saelens_cfg("jumprelu", d_sae=LARGE), wide)
+        layer = {"W_enc": wide["W_enc"].T, "W_dec": wide["W_dec"], "b_enc": wide["b_enc"], "b_dec": wide["b_dec"]}
+        qwen_scope.write(served / "org/qwen", layer | {"W_dec": wide["W_dec"].T}, d_sae=LARGE)
+        circuit_tracer.write(served / "org/set", layer, (4, 5))
+        writers.gemma_scope((served / LISTED).parent, writers.raw())
+        (served / "org/listing").mkdir(parents=True)
+        (served / "org/listing/config.yaml").write_text(f"model_kind: transcoder_set\ntranscoders: ['hf://{LISTED}']")
+        writers.saelens(served / "org/lies", writers.saelens_cfg("jumprelu"), writers.raw())
+        (served / "org/lies/sae_weights.safetensors").unlink()
+        with (served / "org/lies/sae_weights.safetensors").open("wb") as stream:
+            stream.write((200 << 20).to_bytes(8, "little"))
+            stream.truncate(300 << 20)
+        found = inspected(hub, tmp_path / "cache", *(place for place, *_ in HEADERS))
+        for place, file, words in HEADERS:
+            assert all(one in found[place] for one in words), found[place]
+            assert "fingerprint   not computed" in found[place] or place in (LISTED, SET) or "refused" in found[place]
+            whole = [one.stat().st_size for one in served.rglob("*") if str(one).endswith(file) and file]
+            assert all(0 < hub.sent[file] < size / 10 for size in whole), (place, hub.sent)
+        assert str(tmp_path) not in found[SET]
+        assert "v1" in {one for repo, one in hub.revisions if "pinned" in repo} <= {"v1", SHA}
 
 
 @pytest.mark.parametrize(

@@ -168,19 +168,6 @@ def test_what_a_file_is(tmp_path: Path) -> None:
         report(tmp_path / "nowhere")
 
 
-def test_vectors(tmp_path: Path) -> None:
-    rows = np.zeros((3, 8), np.float32)
-    rows[:, 0] = 3, 4, 5
-    np.save(tmp_path / "v.npy", rows)
-    said = lines(tmp_path / "v.npy")
-    assert {name: said[name] for name in ("vectors", "width", "length", "bias")} == {
-        "vectors": ["one for each layer of 0 to 2"],
-        "width": ["8 wide"],
-        "length": ["3 to 5"],
-        "bias": ["0"],
-    }
-
-
 def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
     [case] = [case for case in CASES if case.name == "dictionary_learning-BatchTopKSAE"]
     assert lines(case.write(tmp_path) / "ae.pt")["format"] == ["dictionary_learning"]

@@ -18,16 +18,17 @@ from saesteer.loaders.files import fetch
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
 from tests.loaders import writers
-from tests.loaders.every import CASES
+from tests.loaders.case import Case
+from tests.loaders.every import every_format
 
 
 def values(features: int) -> torch.Tensor:
     return torch.arange(features).float() / 2
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_format_has_it_afterwards(case: "object", tmp_path: Path) -> None:
-    place = case.write(tmp_path)  # type: ignore[attr-defined]
+@every_format
+def test_every_format_has_it_afterwards(case: Case, tmp_path: Path) -> None:
+    place = case.write(tmp_path)
     before, coder = describe(place), load(place)
     path = fetch(place)
     max_act.write(path, alone(path), values(coder.info.features), tokens=1000)
@@ -87,9 +88,6 @@ def test_it_says_what_made_it(place: Path) -> None:
         max_act.write(place, alone(place), values(writers.F), tokens=None, by=by)
         assert describe(place).max_act_from == load(place).info.max_act_from == by
         assert open_rows(str(place)).info.max_act_from == by
-    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {"by": "nobody"})
-    with pytest.raises(LoadError, match="by: 'nobody'; expected calibration or labels"):
-        describe(place)
 
 
 def test_it_lies_beside_a_file_and_inside_a_folder(place: Path) -> None:
@@ -167,36 +165,29 @@ def test_values_of_another_site_do_not_count(tmp_path: Path) -> None:
     assert not info.has_max_act and load(info.source, site=info.site_in).max_act is None
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({"other": torch.ones(writers.F)}, "max_act: missing"),
-        ({"max_act": torch.ones(writers.F), "more": torch.ones(1)}, "more: an unknown key"),
-        ({"max_act": -torch.ones(writers.F)}, "measured on other weights"),
-        ({"max_act": torch.ones(2, writers.F)}, "shape [2, 40]"),
-    ],
-)
-def test_wrong_files(tensors: dict[str, torch.Tensor], words: str, place: Path) -> None:
-    save_file(tensors, place / "saesteer.max_act")
-    with pytest.raises(LoadError) as caught:
-        load(place)
-    assert words in str(caught.value)
+ONES = torch.ones(writers.F)
+GAPS = r"saesteer\.max_act: max_act_gaps: .*; expected pairs of whole numbers"
+WRONG: list[tuple[dict[str, torch.Tensor], dict[str, str], str]] = [
+    ({"other": ONES}, {}, "max_act: missing"),
+    ({"max_act": ONES, "more": torch.ones(1)}, {}, "more: an unknown key"),
+    ({"max_act": -ONES}, {}, "measured on other weights"),
+    ({"max_act": torch.ones(2, writers.F)}, {}, r"shape \[2, 40\]"),
+    ({"max_act": ONES}, {"by": "nobody"}, "by: 'nobody'; expected calibration or labels"),
+    *(({"max_act": ONES}, {max_act.GAPS: gaps}, GAPS) for gaps in ("x", "[1]", "[2, 1]", "[1.5, 2]", "[-1, 3]", "{}")),
+]
 
 
-@pytest.mark.parametrize("gaps", ["x", "[1]", "[2, 1]", "[1.5, 2]", "[-1, 3]", "{}"])
-def test_wrong_gaps(gaps: str, place: Path) -> None:
-    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {max_act.GAPS: gaps})
-    with pytest.raises(LoadError, match=r"saesteer\.max_act: max_act_gaps: .*; expected pairs of whole numbers"):
-        describe(place)
-
-
-@pytest.mark.parametrize(("value", "words"), [(-1.0, "holds -1.0"), (np.nan, "holds nan"), (np.inf, "holds inf")])
-def test_wrong_values(value: float, words: str, place: Path) -> None:
-    wrong = values(writers.F)
-    wrong[3] = value
-    max_act.write(place, alone(place), wrong, tokens=1)
-    with pytest.raises(LoadError, match=words):
-        load(place)
+def test_wrong_files(place: Path) -> None:
+    for tensors, about, words in WRONG:
+        save_file(tensors, place / "saesteer.max_act", about)
+        with pytest.raises(LoadError, match=words):
+            load(place)
+    for value in (-1.0, np.nan, np.inf):
+        wrong = values(writers.F)
+        wrong[3] = value
+        max_act.write(place, alone(place), wrong, tokens=1)
+        with pytest.raises(LoadError, match=f"holds {value}"):
+            load(place)
     (place / "saesteer.max_act").write_bytes(b"x")
     with pytest.raises(LoadError, match=r"saesteer\.max_act"):
         describe(place)

@@ -18,10 +18,8 @@ from saesteer.loaders.neuronpedia import Source
 from tests.loaders import writers
 from tests.loaders.hub import FakeHub
 from tests.loaders.sets import opened, scope
-from tests.loaders.test_hub import fake_hub
 from tests.markdown import blocks
 
-__all__ = ["fake_hub"]
 INSIDE = "layer_3/width_16k/average_l0_63"
 PLACE = f"google/gemma-scope-2b-pt-res/{INSIDE}"
 

@@ -61,6 +61,19 @@ def test_every_row_is_the_row_of_the_whole(case: Case, tmp_path: Path) -> None:
                 same_feature(found, row, dtype)
     narrow = load(place, dtype=torch.bfloat16)
     same_row(found.row(1, torch.bfloat16), narrow, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        asked: list[int] = []
+        real = os.pread
+
+        def counted(descriptor: int, size: int, at: int) -> bytes:
+            asked.append(size)
+            return real(descriptor, size, at)
+
+        patch.setattr(os, "pread", counted)
+        found.row(0, None)
+    info = found.info
+    # Both rows and what is subtracted from the input, and a handful of numbers.
+    assert 0 < sum(asked) <= 8 * (2 * info.d_in + info.d_out + 12)
 
 
 @settings(max_examples=30)
@@ -134,31 +147,6 @@ def test_a_wrong_number_is_refused_in_the_same_words(key: str, number: float, fi
     for read in (found.row, found.feature):
         with pytest.raises(LoadError, match=rf"{key}: (holds|a value outside)"):
             read(writers.F - 1, torch.bfloat16)
-
-
-def test_a_converted_file_needs_no_arithmetic(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = open_rows(file)
-    monkeypatch.setattr(RowFile, "row", None)
-    found.feature(0, torch.bfloat16)
-
-
-@every_case
-def test_a_row_takes_no_more_bytes_than_its_own(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = str(case.write(tmp_path))
-    if describe(place).activation in RANKED:
-        return
-    found, asked = open_rows(place), []
-    real = os.pread
-
-    def counted(descriptor: int, size: int, at: int) -> bytes:
-        asked.append(size)
-        return real(descriptor, size, at)
-
-    monkeypatch.setattr(os, "pread", counted)
-    found.row(0, None)
-    info = found.info
-    # Both rows and what is subtracted from the input, and a handful of numbers.
-    assert 0 < sum(asked) <= 8 * (2 * info.d_in + info.d_out + 12)
 
 
 def test_maximum_activations_next_to_a_dictionary_belong_to_its_rows(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from saesteer.loaders.parts import split
 from saesteer.loaders.sample import PIECE_BYTES, PIECES, sample
 from tests.loaders import writers
 from tests.loaders.case import Case
-from tests.loaders.every import every_case
+from tests.loaders.every import every_format
 
 WIDTH, FEATURES = 1024, 4096  # an encoder of 16 MiB, of which one is read
 WIDE = np.random.default_rng(0).normal(size=(FEATURES, WIDTH)).astype(np.float32)
@@ -29,7 +29,7 @@ def draft_of(file: Path, weights: np.ndarray, **more: object) -> Draft:
     return Draft(open_arrays(writers.tensors(file, {"enc": weights})), {"w_enc": "enc"}, "relu", **more)  # type: ignore[arg-type]
 
 
-@every_case
+@every_format
 def test_it_is_the_same_for_a_copy_and_for_rows(case: Case, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

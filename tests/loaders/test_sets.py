@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from saesteer.commands.inspect import report
@@ -150,13 +149,6 @@ def test_wrong_choices(choice: str, words: str, tmp_path: Path) -> None:
         opened(f"{scope(tmp_path, 1, 2, 4)}@{choice}")
 
 
-def test_layers_far_apart_and_numbers_of_features_may_differ(tmp_path: Path) -> None:
-    for layer, features in ((9, 40), (17, 41), (22, 42), (29, 43)):
-        scope(tmp_path, layer, features=features)
-    assets = opened(tmp_path / "gemma-scope-2b-pt-res")
-    assert [info.features for info in assets.infos.values()] == [40, 41, 42, 43]
-
-
 def test_a_name_must_not_look_like_a_layer_of_a_set(tmp_path: Path) -> None:
     repo = scope(tmp_path, 1, 2)
     sources = {"gs": str(repo), "gs@2": {"path": str(repo), "site": "1"}}
@@ -217,13 +209,6 @@ def test_a_settings_file_may_hold_a_pattern_next_to_it(tmp_path: Path) -> None:
 )
 def test_the_layer_in_a_path(path: str, layer: int | None) -> None:
     assert layer_in(Path(path)) == layer
-
-
-def test_two_members_are_not_mixed_up(tmp_path: Path) -> None:
-    infos = opened(scope(tmp_path, 3, 7)).infos
-    for layer in (3, 7):
-        expected = writers.raw(seed=layer)["W_dec"]
-        np.testing.assert_array_equal(load(infos[f"gs@{layer}"].source).w_dec.numpy(), expected)
 
 
 def test_what_a_set_takes_is_said(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def outcome(work: Callable[[], object]) -> object:
         return error.field, error.code, str(error)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(neighbours())
 @example([FIRST, {"op": "clamp", "dictionary": "gs15", "value": float("nan"), "feature": -1}])
 @example([ADDRESS, {"op": "clamp", "feature": 5, "value": 2}])
@@ -81,7 +81,7 @@ def test_edits_are_read_as_if_each_stood_alone(found: list[Any]) -> None:
         assert repr(outcome(lambda: from_json({"edits": found}).edits)) == repr(together)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(neighbours(), st.booleans())
 @example([{"op": "clamp", "dictionary": "gs15", "feature": n % 7, "value": n} for n in range(9)], False)
 @example([{"op": "clamp", "dictionary": "gs15", "feature": n, "value": n} for n in range(FEW + 1)], True)
@@ -122,7 +122,7 @@ def test_many_alike_are_one_part() -> None:
     assert [change.field for change in group.changes] == [f"saesteer.edits[{n}]" for n in range(FEW)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(neighbours(), st.data())
 def test_edits_are_a_sequence_of_records_and_equal_however_they_came(found: list[Any], data: st.DataObject) -> None:
     read = outcome(lambda: from_json({"edits": found}))

@@ -142,7 +142,7 @@ def outcome(spec: Spec, known: Catalog) -> Plan | SpecError:
         return error
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(lists, lists, st.integers(-3, 3))
 def test_the_limit_lets_through_what_a_count_of_the_whole_lets_through(edits: Any, inner: Any, away: int) -> None:
     inner = [one for one in inner if one.op != "use"]

@@ -15,7 +15,7 @@ from saesteer.language.spec import Edit, Spec, as_spec, from_json
 from tests.spec.strategies import at, copied, edits, mutations, places, specs
 
 PATH = re.compile(r"saesteer(\.[A-Za-z_]\w{0,63}|\[\d+\]|\['.*'\]|\[\".*\"\])*", re.DOTALL)
-thorough = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def refused(document: Any) -> SpecError | None:

@@ -102,7 +102,7 @@ def test_unresolved_messages_are_refused(where: str) -> None:
     assert caught.value.field.endswith("edits[0].scope.messages") and caught.value.code == "not_served"
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(chat_scopes, st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
 def test_exactly_the_positions_of_both(scope: Scope, lengths: list[int], data: st.DataObject) -> None:
     roles = data.draw(

@@ -246,7 +246,7 @@ def test_dictionaries_at_sites_without_an_op_are_refused() -> None:
     assert planned(clamp("x", 1, 1), catalog=Catalog({"x": Info("resid_post.3", "resid_pre.4")}, None, 64))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(specs)
 def test_specs_of_every_kind_make_no_other_error_than_a_refusal(spec: Spec) -> None:
     """With names that the server has, so that all of the plan is reached."""

@@ -204,7 +204,7 @@ def test_generated_tokens_may_be_asked_for_whether_or_not_there_will_be_any() ->
     assert one(**features(scope={"positions": [[50, 60]]})).windows == ((50, 60),)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(near_scopes, st.integers(1, 40))
 def test_reads_hold_what_edits_hold_and_position_0(scope: Scope, prompt_len: int) -> None:
     """Against the fine print of scopes, in which a scope that names every position leaves none alone."""

@@ -107,16 +107,6 @@ def test_positions_are_another_word_for_a_scope(positions: Any, scope: Scope) ->
     assert found.activations == (ActivationRead("resid_post.1", positions=positions),)
 
 
-def test_before_and_after_may_both_be_read() -> None:
-    both = [{"at": "before"}, {"at": "after"}]
-    found = read(
-        features=[{"dictionary": "a", **one} for one in both],
-        probes=[{"probe": "p", **one} for one in both],
-        activations=[{"site": "z.1", **one} for one in both],
-    )
-    assert [len(found.features), len(found.probes), len(found.activations)] == [2, 2, 2]
-
-
 def test_equal_parameters_are_equal_in_any_order_and_numbers_keep_their_kind() -> None:
     one, other = (read(consumers={"a": names, "b": {}}) for names in ({"x": 1, "y": [2]}, {"y": [2], "x": 1}))
     assert one == other == read(consumers={"b": {}, "a": {"x": 1, "y": (2,)}})

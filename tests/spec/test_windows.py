@@ -25,7 +25,7 @@ def test_most_scopes_do_not_count_from_the_prompt() -> None:
     assert not is_relative(Scope()) and not is_relative(Scope(positions=((3, 9),), skip_first=4))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(near_scopes, st.integers(1, 40), st.integers(0, 5))
 def test_windows_hold_exactly_the_positions_of_the_fine_print(scope: Scope, prompt_len: int, format_skips: int) -> None:
     found = windows(scope, prompt_len, format_skips)

@@ -16,6 +16,7 @@ THETA = np.where(np.arange(len(R["threshold"])) % 5, R["threshold"], -R["thresho
 K = 5
 ARRAYS = {"W_enc": R["W_enc"].T, "W_dec": R["W_dec"], "b_enc": R["b_enc"], "b_dec": R["b_dec"]}
 JUMP = {"activation_function.threshold": THETA}
+SAME: dict[str, Any] = dict.fromkeys(("feature_input_hook", "feature_output_hook"), "hook_resid_post")
 CONFIG: dict[str, Any] = {
     "model_name": "Qwen/Qwen3-4B",
     "model_kind": "transcoder_set",
@@ -111,6 +112,7 @@ def wrong() -> list[Row]:
         row("list", f"config.yaml: transcoders: {LISTED}", transcoders=listed),
         row("list-of-one", f"config.yaml: transcoders: {LISTED}", transcoders=listed[0] + "?revision=main"),
         row("none-chosen", ": 2 dictionaries and none chosen; expected one of", layers=(0, 1)),
+        row("widths", "W_dec: width 12 for an input of 24; expected equal widths at resid_post.3", **SAME),
         row("topk", "config.yaml: k: None; expected a whole number", activation="topk"),
         row("unsaid-topk", "layer_3.safetensors: k: an unknown key", ARRAYS | {"k": np.array(5)}),
         (

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, Sample, relu
+from tests.loaders.case import Case, Row, Sample, affine, relu
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=18)
@@ -24,12 +22,7 @@ def write(folder: Path, arrays: dict[str, Any], **config: Any) -> Path:
     return writers.torch_file(folder / "gpt2-small_L3.pt", arrays)
 
 
-def pre(x: Array) -> Array:
-    return np.asarray(x @ R["W_enc"] + R["b_enc"])
-
-
-def plain(f: Array, x: Array) -> Array:
-    return np.asarray(f @ R["W_dec"] + R["b_dec"])
+pre, plain = affine(R)
 
 
 def cases() -> list[Case]:

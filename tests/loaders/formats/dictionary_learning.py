@@ -99,10 +99,6 @@ def cases() -> list[Case]:
     ]
 
 
-class Pickled:
-    """What a .pt file must not bring with it."""
-
-
 def wrong() -> list[Row]:
     def row(
         name: str, words: str, arrays: dict[str, Any] = TOP_K, dict_class: str = "BatchTopKSAE", **more: Any
@@ -117,9 +113,7 @@ def wrong() -> list[Row]:
         row("no-k", "config.json: k: None; expected a whole number", dict_class="AutoEncoderTopK", k=None),
         row("large-k", "config.json: k: 41; expected at most dict_size = 40", dict_class="AutoEncoderTopK", k=41),
         row("size", "expected [dict_size, activation_dim] = [41, 24]", dict_size=F + 1),
-        row("objects", "ae.pt: data.pkl: Python objects; expected tensors: pickled", TOP_K | {"cfg": Pickled()}),
         row("strides", "ae.pt: encoder.bias: shape [40] with strides [0]", TOP_K | {"encoder.bias": wide}),
-        row("integers", "ae.pt: b_dec: dtype torch.int64", TOP_K | {"b_dec": np.ones(D, np.int64)}),
         (
             "dictionary_learning-trainer",
             lambda folder: write(folder, TOP_K, {}),

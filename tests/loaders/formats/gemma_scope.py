@@ -11,12 +11,6 @@ from tests.loaders.writers import D, F
 R = writers.raw()
 
 
-def spoiled(key: str, value: float) -> dict[str, Any]:
-    changed = R[key].copy()
-    changed.flat[-1] = value
-    return R | {key: changed}
-
-
 def cases() -> list[Case]:
     def case(name: str, place: str, d_out: int, lower: bool, facts: dict[str, Any], **more: Any) -> Case:
         r = writers.raw(d_out=d_out, seed=len(name))
@@ -65,24 +59,13 @@ def wrong() -> list[Row]:
         return f"gemma_scope-{name}", lambda folder: writers.gemma_scope(folder / place, arrays, **more), words
 
     square = writers.raw(features=D)
-    objects = R | {"threshold": np.array([{}] * F, object)}
     other_name = "gemma-scope-2b-pt-res/layer_1"
     return [
-        row("transposed", R | {"W_enc": R["W_enc"].T}, "W_dec: shape [40, 24]; expected [F, d_out] = [24, 24]"),
-        row("w_dec-transposed", R | {"W_dec": R["W_dec"].T}, "W_dec: shape [24, 40]"),
-        row("rank", R | {"W_enc": R["W_enc"][None]}, "W_enc: shape [1, 24, 40]; expected 2 sizes above 0"),
         row("scalar-threshold", R | {"threshold": np.float32(0.4)}, "threshold: shape []"),
         row("one-threshold", R | {"threshold": np.ones(1, np.float32)}, "threshold: shape [1]; expected [F] = [40]"),
-        row("b_dec", R | {"b_dec": R["b_dec"][1:]}, "b_dec: shape [23]; expected [d_out] = [24]"),
         row("square", square, "W_enc: shape [24, 24]; expected F other than d_in"),
-        row("integers", R | {"W_enc": R["W_enc"].astype(np.int32)}, "W_enc: dtype <i4; expected one of"),
         row("big-endian", R | {"W_enc": R["W_enc"].astype(">f4")}, "W_enc: dtype >f4"),
-        row("objects", objects, "threshold: Python objects; expected numbers"),
-        row("nan", spoiled("W_enc", np.nan), "W_enc: holds nan; expected finite"),
-        row("inf", spoiled("b_dec", -np.inf), "b_dec: holds -inf; expected finite"),
-        row("negative-threshold", spoiled("threshold", -0.5), "threshold: holds -0.5; expected values of 0 or more"),
         row("scaled", R, "scaling_factor: not all ones", scaling_factor=np.full(F, 2, np.float32)),
-        row("extra", R, "W_skip: an unknown key", W_skip=np.ones((D, D), np.float32)),
         row("widths", writers.raw(d_out=12), "W_dec: width 12 for an input of 24", place=other_name),
         row("empty", {}, "params.npz: W_dec: missing"),
     ]

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, Sample, relu
+from tests.loaders.case import Case, Row, Sample, affine, relu
 
 R = writers.raw(seed=18)
 
@@ -19,12 +18,7 @@ def linear(encoder: str, decoder: str) -> dict[str, Any]:
 ARRAYS = linear("encoder_linear", "decoder_linear")
 
 
-def pre(x: Array) -> Array:
-    return np.asarray(x @ R["W_enc"] + R["b_enc"])
-
-
-def plain(f: Array, x: Array) -> Array:
-    return np.asarray(f @ R["W_dec"] + R["b_dec"])
+pre, plain = affine(R)
 
 
 def cases() -> list[Case]:

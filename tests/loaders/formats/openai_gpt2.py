@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, Sample, relu, topk
+from tests.loaders.case import Array, Case, Row, Sample, affine, relu, topk
 from tests.loaders.writers import F
 
 R = writers.raw(seed=18)
@@ -28,12 +28,7 @@ STATISTICS: dict[str, Any] = {
 }
 
 
-def pre(x: Array) -> Array:
-    return np.asarray(x @ R["W_enc"] + R["b_enc"])
-
-
-def plain(f: Array, x: Array) -> Array:
-    return np.asarray(f @ R["W_dec"] + R["b_dec"])
+pre, plain = affine(R)
 
 
 def layer_norm(x: Array) -> tuple[Array, Array, Array]:

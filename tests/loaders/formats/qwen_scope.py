@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.loaders import writers
-from tests.loaders.case import Array, Case, Row, Sample, topk
+from tests.loaders.case import Case, Row, Sample, affine, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw(seed=18)
@@ -30,12 +28,7 @@ def write(folder: Path, arrays: dict[str, Any], layers: tuple[int, ...] = (12,),
     return folder
 
 
-def pre(x: Array) -> Array:
-    return np.asarray(x @ R["W_enc"] + R["b_enc"])
-
-
-def plain(f: Array, x: Array) -> Array:
-    return np.asarray(f @ R["W_dec"] + R["b_dec"])
+pre, plain = affine(R)
 
 
 def cases() -> list[Case]:

@@ -10,6 +10,7 @@ from tests.loaders.case import Array, Case, Row, Sample, jumprelu, relu, topk
 from tests.loaders.writers import D, F
 
 R = writers.raw()
+ACROSS = {"format": "saesteer", "in_norm": "layer_norm", "site_in": "mlp_in.3", "site_out": "mlp_out.3"}
 PLAIN = {key: R[key] for key in ("W_enc", "W_dec", "b_enc", "b_dec")}
 
 
@@ -64,6 +65,7 @@ def wrong() -> list[Row]:
             words,
         )
 
+    narrow = writers.own_tensors(writers.raw(d_out=12))
     square = writers.own_tensors(writers.raw(features=D), max_act=False) | {"max_act": np.ones(D, np.float32)}
     return [
         row(
@@ -87,6 +89,7 @@ def wrong() -> list[Row]:
         row("deep-ids", "feature_ids", tensors, format="saesteer", feature_ids="[" * 100_000),
         row("few-ids", "__metadata__", tensors, format="saesteer", feature_ids="[1, 2]"),
         row("format", "format: 'other'; expected 'saesteer'", tensors, format="other"),
+        row("norm-across", "a transcoder's output has no input statistics", narrow, **ACROSS),
         row("skip", "W_skip: shape [24, 40]; expected [d_out, d_in] = [24, 24]", tensors | {"W_skip": R["W_enc"]}),
     ]
 
