@@ -25,6 +25,8 @@ NAVIGATION = {
     "Try it": [
         "docs/start",
         "docs/install",
+        "docs/supported",
+        "docs/model-cards",
         "docs/playground",
         "docs/neuronpedia",
         "notebooks/golden_gate",
@@ -47,7 +49,7 @@ NAVIGATION = {
         "docs/performance",
     ],
     "Compare and understand": ["docs/coming-from", "docs/how-it-works", "DECISIONS", "bench/LOG"],
-    "Work on it": ["CONTRIBUTING", "CHANGELOG", "bench/results/gpu_tests"],
+    "Work on it": ["CONTRIBUTING", "CHANGELOG", "SECURITY", "bench/results/gpu_tests"],
 }
 
 project = "saesteer"
@@ -68,6 +70,8 @@ maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = "saesteer"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 
@@ -98,7 +102,8 @@ def _cell(cell: dict[str, Any]) -> str:
         elif html := data.get("text/html"):
             parts.append(f"````{{raw}} html\n{html}\n````\n")
         else:
-            parts.append(f"````text\n{''.join(output.get('text', data.get('text/plain', '')))}\n````\n")
+            text = "".join(output.get("text", data.get("text/plain", "")))
+            parts.append(f"````{{code-block}} text\n:class: output\n\n{text}\n````\n")
     return "\n".join(parts)
 
 

@@ -149,7 +149,7 @@ def test_every_room_is_packaged() -> None:
 def test_wheel_holds_real_files(tmp_path: Path) -> None:
     for folder in ("saesteer", "loaders", "kernels"):
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, tmp_path)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, "dist"], cwd=tmp_path, check=True, capture_output=True)

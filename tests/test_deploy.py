@@ -93,7 +93,9 @@ def test_the_image_is_stock_vllm_without_root_and_without_keys() -> None:
     sent = {line[1:] for line in ignored if line.startswith("!")}
     assert "*" in ignored
     sent.remove("deploy/constraints.txt")
-    assert sent == {"pyproject.toml", "README.md", "LICENSE", "saesteer", "loaders", "kernels"}, "as the wheel's test"
+    assert sent == {"pyproject.toml", "README.md", "LICENSE", "NOTICE", "saesteer", "loaders", "kernels"}, (
+        "as the wheel's test"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from shutil import which
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -100,14 +102,15 @@ def test_entry_points_are_those_that_are_looked_for() -> None:
 
 
 def test_curl_sends_a_right_spec() -> None:
-    [body] = re.findall(r"curl .*? -d '(.*?)'\n", TEXT, re.DOTALL)
+    [body] = re.findall(r"^curl .*?chat/completions .*? -d '(.*?)'", TEXT, re.DOTALL | re.MULTILINE)
     assert len(from_json(json.loads(body)["saesteer"]).edits) == 1
 
 
 def test_openai_example_sends_a_right_spec() -> None:
-    tree = ast.parse(example("openai"))
-    [extra] = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "extra_body"]
-    assert len(from_json(ast.literal_eval(extra)["saesteer"]).edits) == 1
+    with patch("openai.OpenAI") as openai:
+        exec(example("openai"), {})
+    sent = openai.return_value.chat.completions.create.call_args.kwargs
+    assert len(from_json(sent["extra_body"]["saesteer"]).edits) == 1
 
 
 def test_settings_example_is_right(tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_fetch_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_what_an_answer_says_is_what_it_would_say() -> None:
-    [body] = re.findall(r"curl .*? -d '(.*?)'\n", TEXT, re.DOTALL)
+    [body] = re.findall(r"^curl .*?chat/completions .*? -d '(.*?)'", TEXT, re.DOTALL | re.MULTILINE)
     [said] = [block for block in JSON if "tokens_edited" in block]
     [dosed] = [block for block in JSON if block.startswith('"dose"')]
     config = SaesteerConfig.from_json({"dictionaries": {"demo": str(DEMO_SAE)}})
@@ -263,6 +266,29 @@ def test_flags_of_the_limit_are_right() -> None:
 def test_file_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(example("files"), {})
     assert capsys.readouterr().out == "saesteer resid_post.15 9216 jumprelu\n(9216, 576)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"), [("openai", ["bridge"]), ("client", ["bridge"]), ("start", ["", "ocean", "ocean", "ocean"])]
+)
+def test_answers_of_the_examples_have_their_word(
+    demo_server: httpx.Client, capsys: pytest.CaptureFixture[str], name: str, words: list[str]
+) -> None:
+    """In the order of the lines, where each is an answer; the weakest dose of the first page need not speak."""
+    exec(example(name).replace("http://localhost:8000", str(demo_server.base_url).rstrip("/")), {})
+    printed = capsys.readouterr().out.lower()
+    lines = printed.splitlines() if len(words) > 1 else [printed]
+    assert [word for word, line in zip(words, lines, strict=True) if word not in line] == [], printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("curl") is None, reason="curl is not installed")
+def test_answer_of_the_first_command_has_its_word(demo_server: httpx.Client) -> None:
+    [command] = re.findall(r"^(curl .*?chat/completions.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    command = command.replace("localhost:8000", f"{demo_server.base_url.host}:{demo_server.base_url.port}")
+    printed = subprocess.check_output(["bash", "-c", command], text=True)
+    assert "bridge" in json.loads(printed)["choices"][0]["message"]["content"].lower()
 
 
 @pytest.mark.slow

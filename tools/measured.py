@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.contenders import ASKS
 from bench.plot import COSTS, last, latest, read, size, swept
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -23,6 +24,7 @@ BRINGS = {
     "shared": "the same vectors for all layers, sent by each",
 }
 MODELS = {"gemma-3-4b": "4B", "gemma-3-27b": "27B"}
+STEERED = ("vector", "vectors", "clamp")  # of bench.contenders.ASKS
 USUAL = {"at_once": 16, "prompt_tokens": 256, "tokens": 256}  # of a run of bench.modes
 
 
@@ -69,15 +71,15 @@ def steps() -> Table:
     return head, lines
 
 
-def costs() -> Table:
-    """Of ``steps``, what the set that is replayed adds, the models side by side."""
-    _, lines = steps()
-    labels = list(dict.fromkeys(str(label) for _, label, *_ in lines))
-    found = {(brings, label): shown for brings, label, shown, *_ in lines}
-    brought = dict.fromkeys(brings for brings, _ in found)
-    return ("edits in each request", *labels), [
-        (one, *(found.get((one, label), "") for label in labels)) for one in brought
-    ]
+def versus() -> Table:
+    """Of ``rivals``, the time per token of 16 requests, by system and by what each request asks for."""
+    found = rows("rivals.jsonl", "contender", "model", "ask", "requests")
+    shown = {(row["contender"], row["ask"]): row for row in found if row.get("requests") == 16}
+    lines: list[Sequence[object]] = []
+    for name, row in ((name, row) for (name, ask), row in shown.items() if ask == "vector"):
+        cells = (_deltas(shown[name, ask])[1] if (name, ask) in shown else "not offered" for ask in STEERED)
+        lines.append((name if name == "saesteer" else f"{name} {row['version']}", *cells))
+    return ("each request asks for", *(ASKS[one] for one in STEERED)), lines
 
 
 def modes() -> Table:

@@ -37,6 +37,17 @@ def works(command):
         return False
 
 
+def choose_system():
+    """End on a system that vLLM has no wheels for, with the ways that are left there."""
+    system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
+    if system != "Linux":
+        stop(
+            "vLLM, which the demo and the tests run, has wheels for Linux alone, and this is %s. Use Linux, WSL 2 or a"
+            " Linux container; or `pip install .` and steer in Transformers, without vLLM: `import saesteer.hf`,"
+            " docs/install.md#macos-and-windows." % system
+        )
+
+
 def find_python():
     """A Python of 3.11 or newer that can make a virtual environment with pip."""
     found = [path for path in map(shutil.which, PYTHONS) if path] + [sys.executable]
@@ -59,11 +70,13 @@ def choose_device():
 
 def main(venv):
     """Make the environment at `venv`, or bring it up to date."""
+    choose_system()
     device = choose_device()
     pip = [os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
     if not works([*pip, "--version"]):
         python = find_python()
-        print("Making %s with %s" % (venv, python), flush=True)
+        needs = "4.5 GB of disk and about two minutes" if device == "cpu" else "10 GB of disk or more and some minutes"
+        print("Making %s with %s, which takes %s" % (venv, python, needs), flush=True)
         if subprocess.call([python, "-m", "venv", "--clear", venv]):
             stop("%s -m venv %s failed; its own message is above." % (python, venv))
     quiet = ["install", "-qq"]  # errors alone: a mirror may warn of each package

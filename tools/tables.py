@@ -318,7 +318,6 @@ def versions() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "codes": codes,
     "commands": commands,
-    "costs": stored(measured.costs, "make bench-steps"),
     "dictionaries": dictionaries,
     "families": families,
     "flags": flags,
@@ -337,6 +336,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "routes": routes,
     "steps": stored(measured.steps, "make bench-steps"),
     "versions": versions,
+    "versus": stored(measured.versus, "make bench-rivals"),
     "vector-files": vector_files,
 }
 
