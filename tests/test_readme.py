@@ -9,7 +9,6 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from shutil import which
 from typing import Any
 from unittest.mock import patch
 
@@ -280,15 +279,6 @@ def test_answers_of_the_examples_have_their_word(
     printed = capsys.readouterr().out.lower()
     lines = printed.splitlines() if len(words) > 1 else [printed]
     assert [word for word, line in zip(words, lines, strict=True) if word not in line] == [], printed
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(which("curl") is None, reason="curl is not installed")
-def test_answer_of_the_first_command_has_its_word(demo_server: httpx.Client) -> None:
-    [command] = re.findall(r"^(curl .*?chat/completions.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    command = command.replace("localhost:8000", f"{demo_server.base_url.host}:{demo_server.base_url.port}")
-    printed = subprocess.check_output(["bash", "-c", command], text=True)
-    assert "bridge" in json.loads(printed)["choices"][0]["message"]["content"].lower()
 
 
 @pytest.mark.slow
