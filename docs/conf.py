@@ -102,8 +102,8 @@ def _cell(cell: dict[str, Any]) -> str:
         elif html := data.get("text/html"):
             parts.append(f"````{{raw}} html\n{html}\n````\n")
         else:
-            text = "".join(output.get("text", data.get("text/plain", "")))
-            parts.append(f"````{{code-block}} text\n:class: output\n\n{text}\n````\n")
+            printed = "".join(output.get("text", data.get("text/plain", "")))
+            parts.append(f"````{{code-block}} text\n:class: output\n\n{printed}\n````\n")
     return "\n".join(parts)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.contenders import ASKS
+from bench.contenders import ASKS, CONTENDERS
 from bench.plot import COSTS, last, latest, read, size, swept
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -24,7 +24,6 @@ BRINGS = {
     "shared": "the same vectors for all layers, sent by each",
 }
 MODELS = {"gemma-3-4b": "4B", "gemma-3-27b": "27B"}
-STEERED = ("vector", "vectors", "clamp")  # of bench.contenders.ASKS
 USUAL = {"at_once": 16, "prompt_tokens": 256, "tokens": 256}  # of a run of bench.modes
 
 
@@ -72,14 +71,19 @@ def steps() -> Table:
 
 
 def versus() -> Table:
-    """Of ``rivals``, the time per token of 16 requests, by system and by what each request asks for."""
-    found = rows("rivals.jsonl", "contender", "model", "ask", "requests")
-    shown = {(row["contender"], row["ask"]): row for row in found if row.get("requests") == 16}
-    lines: list[Sequence[object]] = []
-    for name, row in ((name, row) for (name, ask), row in shown.items() if ask == "vector"):
-        cells = (_deltas(shown[name, ask])[1] if (name, ask) in shown else "not offered" for ask in STEERED)
-        lines.append((name if name == "saesteer" else f"{name} {row['version']}", *cells))
-    return ("each request asks for", *(ASKS[one] for one in STEERED)), lines
+    """Of ``rivals``, the time per token of 16 requests on a 4B model, by system and by what each request asks for."""
+    asks = CONTENDERS["saesteer"].asks
+    usual = {"model": "gemma-3-4b", "requests": 16}
+    found = [
+        row for row in rows("rivals.jsonl", "contender", "model", "ask", "requests") if usual.items() <= row.items()
+    ]
+    shown = {(row["contender"], row["ask"]): _deltas(row)[1] for row in found}
+    versions = {row["contender"]: row["version"] for row in found if row["ask"] in asks and row["ask"] != "nothing"}
+    lines = [
+        (name if name == "saesteer" else f"{name} {version}", *(shown.get((name, ask), "not offered") for ask in asks))
+        for name, version in versions.items()
+    ]
+    return ("each request asks for", *(ASKS[one] for one in asks)), lines
 
 
 def modes() -> Table:

@@ -38,13 +38,12 @@ def works(command):
 
 
 def choose_system():
-    """End on a system that vLLM has no wheels for, with the ways that are left there."""
-    system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
+    """End on a system that vLLM has no wheels for."""
+    system = platform.system().replace("Darwin", "macOS")
     if system != "Linux":
         stop(
             "vLLM, which the demo and the tests run, has wheels for Linux alone, and this is %s. Use Linux, WSL 2 or a"
-            " Linux container; or `pip install .` and steer in Transformers, without vLLM: `import saesteer.hf`,"
-            " docs/install.md#macos-and-windows." % system
+            " Linux container; docs/install.md#macos-and-windows says what needs no vLLM." % system
         )
 
 
@@ -75,7 +74,7 @@ def main(venv):
     pip = [os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
     if not works([*pip, "--version"]):
         python = find_python()
-        needs = "4.5 GB of disk and about two minutes" if device == "cpu" else "10 GB of disk or more and some minutes"
+        needs = "4.3 GB of disk and about two minutes" if device == "cpu" else "10 GB of disk or more and some minutes"
         print("Making %s with %s, which takes %s" % (venv, python, needs), flush=True)
         if subprocess.call([python, "-m", "venv", "--clear", venv]):
             stop("%s -m venv %s failed; its own message is above." % (python, venv))

@@ -86,16 +86,19 @@ def texts(url: str, steer: Any, *, asynchronous: bool) -> list[str]:
 
 
 @both_clients
+@pytest.mark.parametrize("steer", [None, CLAMP], ids=["plain", "steered"])
 @pytest.mark.parametrize("ends", [True, False], ids=["proxy", "server"])
 @pytest.mark.parametrize("kept", [0, 40, STREAM.index(b"data", 9), len(STREAM), len(STREAM) + 5])
-def test_a_stream_that_breaks_off_is_an_error(server: Any, kept: int, ends: bool, asynchronous: bool) -> None:
+def test_a_stream_that_breaks_off_is_an_error(
+    server: Any, kept: int, ends: bool, steer: Any, asynchronous: bool
+) -> None:
     """Whatever breaks it: a proxy that ends the response cleanly, or a server that dies."""
     server.closes, server.sent = True, chunked((STREAM + DONE)[:kept], LAST if ends else b"")
     told = r"^the stream broke off, expected \[DONE\]" if ends else "^the server http://.* did not answer"
     with pytest.raises(ServerError, match=told):
-        texts(url_of(server), CLAMP, asynchronous=asynchronous)
+        texts(url_of(server), steer, asynchronous=asynchronous)
     server.sent = chunked(STREAM + DONE, LAST)
-    assert texts(url_of(server), CLAMP, asynchronous=asynchronous) == ["Half an", " answer", ""]
+    assert texts(url_of(server), steer, asynchronous=asynchronous) == ["Half an", " answer", ""]
 
 
 @both_clients

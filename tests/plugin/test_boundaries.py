@@ -1,4 +1,4 @@
-"""How much of a conversation is rendered to find its messages: bounded for a request, whatever its scopes name."""
+"""Where chat messages stand in a prompt, and how much is rendered to find them: bounded, whatever scopes name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A parsed spec travels in vLLM's parameters as one object: nobody changes it, and none reaches another request."""
+"""How specs travel in vLLM's parameters: as one object that nothing changes, from each form of ``LLM``'s prompts on."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""When the admin routes stand in an app, and whom they let in; what they do is in test_admin.py, on a real server."""
+"""When the admin routes stand in an app, whom they let in, and which bodies they refuse; test_admin.py has the rest."""
 
 import json
 from argparse import Namespace
