@@ -141,34 +141,14 @@ def convert(
     place: Annotated[
         str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
     ],
-    target: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new .safetensors file.")] = None,
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors file.")],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Store the matrices in this dtype; default: as they are.")
     ] = None,
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="neuronpedia", help="PLACE is a JSON request of Neuronpedia; print it as a spec."
-        ),
-    ] = None,
 ) -> None:
-    """Write a dictionary as saesteer's own file, whose rows are read fastest; or Neuronpedia's request as a spec."""
-    if form is not None:
-        import json
-
-        from saesteer.commands import foreign
-
-        if target is not None or dtype is not None:
-            raise ConfigError("convert --from prints a spec, and takes neither FILE nor --dtype")
-        found = foreign.run(form, Path(place))
-        for note in found.notes:
-            typer.echo(note, err=True)
-        typer.echo(json.dumps(found.spec))
-        return
+    """Write a dictionary as saesteer's own file, whose rows are read fastest."""
     from saesteer.commands.convert import run
 
-    if target is None:
-        raise ConfigError("convert needs FILE, the name of a new file that ends in .safetensors; or --from neuronpedia")
     typer.echo(run(place, target, dtype=dtype))
 
 
