@@ -4,8 +4,10 @@ A request's other fields (temperature, max_tokens, ...) go into the body unchang
 is sent. If the server refuses, RequestRefused has the field, the code and the message.
 """
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -33,6 +35,12 @@ __all__ = ["Answer", "AsyncClient", "Client", "Piece", "Steer"]
 
 Prompt = str | Sequence[int]
 Method = Literal["GET", "POST", "PUT", "DELETE"]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _nothing(_: Any) -> None:
+    """The result where a response's JSON adds nothing to its status."""
 
 
 class Client(Connection[httpx.Client]):
@@ -40,7 +48,7 @@ class Client(Connection[httpx.Client]):
 
     _KIND = httpx.Client
 
-    def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
+    def chat(self, /, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """A chat completion.
 
         Args:
@@ -58,22 +66,22 @@ class Client(Connection[httpx.Client]):
         """
         return self._ask("chat/completions", chat_body(messages, steer, fields), model)
 
-    def complete(self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
+    def complete(self, /, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """A completion of a text or of token ids; arguments and errors as ``chat``."""
         return self._ask("completions", body_of({"prompt": prompt}, steer, fields), model)
 
-    def respond(self, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
+    def respond(self, /, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
         """An answer over the responses API; arguments and errors as ``chat``."""
         return self._ask("responses", body_of({"input": input}, steer, fields), model)
 
     def stream(
-        self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
+        self, /, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> Iterator[Piece]:
         """A chat completion piece by piece; arguments and errors as ``chat``. Closing it early ends the request."""
         return self._stream("chat/completions", chat_body(messages, steer, fields), model)
 
     def stream_complete(
-        self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
+        self, /, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
     ) -> Iterator[Piece]:
         """A completion piece by piece; arguments and errors as ``chat``."""
         return self._stream("completions", body_of({"prompt": prompt}, steer, fields), model)
@@ -84,7 +92,7 @@ class Client(Connection[httpx.Client]):
         Raises:
             ServerError: the server failed, or did not answer.
         """
-        return model_names(self._send("GET", "models"))
+        return self._send("GET", "models", then=model_names)
 
     def features(
         self,
@@ -108,11 +116,8 @@ class Client(Connection[httpx.Client]):
             RequestRefused: the dictionary is unknown (400), has no labels (404), or lacks the feature (400).
             ServerError: the server failed, or did not answer.
         """
-        return list(
-            self._send("GET", "saesteer/features", params=features_query(dictionary, q, feature, layer, limit))[
-                "features"
-            ]
-        )
+        query = features_query(dictionary, q, feature, layer, limit)
+        return self._send("GET", "saesteer/features", params=query, then=itemgetter("features"))
 
     def fetch(self, handles: Iterable[str]) -> "list[NDArray[np.float32]]":
         """The numbers of results that a request has read with ``"as": "handle"``, float32 [rows, width] each.
@@ -138,7 +143,7 @@ class Client(Connection[httpx.Client]):
 
     def delete_result(self, handle: str) -> None:
         """Deletes a result, which makes room for others; errors as ``fetch``."""
-        self._send("DELETE", f"saesteer/results/{quote(handle, safe='')}")
+        return self._send("DELETE", f"saesteer/results/{quote(handle, safe='')}", then=_nothing)
 
     def register_vector(
         self, name: str, vector: NewVector, *, bias: float = 0.0, function: str = "linear"
@@ -157,7 +162,7 @@ class Client(Connection[httpx.Client]):
                 (409).
             ServerError: the server failed, or did not answer.
         """
-        return self._administer("POST", "vectors", vector_body(name, vector, bias, function))
+        return self._administer("POST", "vectors", vector_body(name, vector, bias, function), then=dict)
 
     def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
         """Registers or replaces a module, a spec as for ``chat``; result and errors as ``register_vector``.
@@ -165,31 +170,31 @@ class Client(Connection[httpx.Client]):
         Raises:
             SpecError: ``steer`` is wrong; nothing was sent.
         """
-        return self._administer("POST", "modules", module_body(name, steer))
+        return self._administer("POST", "modules", module_body(name, steer), then=dict)
 
     def delete_vector(self, name: str) -> None:
         """Deletes a vector; running requests keep it. Errors as ``register_vector``, and 404 if there is none."""
-        self._administer("DELETE", f"vectors/{quote(name, safe='')}")
+        return self._administer("DELETE", f"vectors/{quote(name, safe='')}", then=_nothing)
 
     def delete_module(self, name: str) -> None:
         """Deletes a module; errors as ``delete_vector``."""
-        self._administer("DELETE", f"modules/{quote(name, safe='')}")
+        return self._administer("DELETE", f"modules/{quote(name, safe='')}", then=_nothing)
 
     def set_default(self, module: str) -> None:
         """Lets a module steer every request from now on; errors as ``register_vector``."""
-        self._administer("PUT", "default", {"module": module})
+        return self._administer("PUT", "default", {"module": module}, then=_nothing)
 
     def clear_default(self) -> None:
         """Lets no module steer every request; errors as ``register_vector``, and 409 if the server requires one."""
-        self._administer("DELETE", "default")
+        return self._administer("DELETE", "default", then=_nothing)
 
     def vectors(self) -> list[dict[str, Any]]:
         """The named vectors, with shape, layers, version and uses; errors as ``register_vector``."""
-        return list(self._administer("GET", "vectors")["vectors"])
+        return self._administer("GET", "vectors", then=itemgetter("vectors"))
 
     def modules(self) -> list[dict[str, Any]]:
         """The modules, with version and uses; errors as ``register_vector``."""
-        return list(self._administer("GET", "modules")["modules"])
+        return self._administer("GET", "modules", then=itemgetter("modules"))
 
     def close(self) -> None:
         """Closes the connections."""
@@ -201,24 +206,24 @@ class Client(Connection[httpx.Client]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, method: Method, path: str, body: Any = None, **options: Any) -> Any:
-        """The JSON of the response."""
+    def _send(self, method: Method, path: str, body: Any = None, *, then: Callable[[Any], T], **options: Any) -> T:
+        """What ``then`` makes of the response's JSON."""
         with translated():
             response = self._http.request(method, path, json=body, **options)
-        return document_of(response.status_code, response.content)
+        return then(document_of(response.status_code, response.content))
+
+    def _administer(self, method: Method, path: str, body: Any = None, *, then: Callable[[Any], T]) -> T:
+        return self._send(method, f"saesteer/{path}", body, then=then, headers=self._admin)
 
     def _fetched(self, handle: str) -> "NDArray[np.float32]":
         with translated():
             response = self._http.get(f"saesteer/results/{quote(handle, safe='')}")
         return result_of(response.status_code, response.content)
 
-    def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
-        return dict(self._send(method, f"saesteer/{path}", body, headers=self._admin))
-
     def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
         refuse_several(body)
         body["model"] = model or self._known_model()
-        return answer_of(kind, self._send("POST", kind, body), self._steered(body))
+        return self._send("POST", kind, body, then=partial(answer_of, kind, steered=self._steered(body)))
 
     def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> Iterator[Piece]:
         body |= {"model": model or self._known_model(), "stream": True}
@@ -236,6 +241,20 @@ class Client(Connection[httpx.Client]):
         return self._model
 
 
+def _awaited(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
+    """Type a method of ``Client`` for ``AsyncClient``, whose private methods return coroutines where its own wait."""
+    return method  # type: ignore[return-value]
+
+
+def _iterated(
+    method: Callable[Concatenate[Client, P], Iterator[T]],
+) -> Callable[Concatenate["AsyncClient", P], AsyncIterator[T]]:
+    """Type a stream of ``Client`` for ``AsyncClient``."""
+    return method  # type: ignore[return-value]
+
+
 class AsyncClient(Connection[httpx.AsyncClient]):
     """``Client`` for asyncio: the same methods, to be awaited; the streams are async iterators.
 
@@ -245,46 +264,23 @@ class AsyncClient(Connection[httpx.AsyncClient]):
 
     _KIND = httpx.AsyncClient
 
-    async def chat(self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
-        """As ``Client.chat``."""
-        return await self._ask("chat/completions", chat_body(messages, steer, fields), model)
-
-    async def complete(self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
-        """As ``Client.complete``."""
-        return await self._ask("completions", body_of({"prompt": prompt}, steer, fields), model)
-
-    async def respond(self, input: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any) -> Answer:
-        """As ``Client.respond``."""
-        return await self._ask("responses", body_of({"input": input}, steer, fields), model)
-
-    def stream(
-        self, messages: Messages, *, steer: Steer = None, model: str | None = None, **fields: Any
-    ) -> AsyncIterator[Piece]:
-        """As ``Client.stream``."""
-        return self._stream("chat/completions", chat_body(messages, steer, fields), model)
-
-    def stream_complete(
-        self, prompt: Prompt, *, steer: Steer = None, model: str | None = None, **fields: Any
-    ) -> AsyncIterator[Piece]:
-        """As ``Client.stream_complete``."""
-        return self._stream("completions", body_of({"prompt": prompt}, steer, fields), model)
-
-    async def models(self) -> list[str]:
-        """As ``Client.models``."""
-        return model_names(await self._send("GET", "models"))
-
-    async def features(
-        self,
-        dictionary: str,
-        q: str | None = None,
-        *,
-        feature: int | None = None,
-        layer: int | None = None,
-        limit: int = 10,
-    ) -> list[dict[str, Any]]:
-        """As ``Client.features``."""
-        query = features_query(dictionary, q, feature, layer, limit)
-        return list((await self._send("GET", "saesteer/features", params=query))["features"])
+    chat = _awaited(Client.chat)
+    complete = _awaited(Client.complete)
+    respond = _awaited(Client.respond)
+    stream = _iterated(Client.stream)
+    stream_complete = _iterated(Client.stream_complete)
+    models = _awaited(Client.models)
+    features = _awaited(Client.features)
+    delete_result = _awaited(Client.delete_result)
+    register_vector = _awaited(Client.register_vector)
+    register_module = _awaited(Client.register_module)
+    delete_vector = _awaited(Client.delete_vector)
+    delete_module = _awaited(Client.delete_module)
+    set_default = _awaited(Client.set_default)
+    clear_default = _awaited(Client.clear_default)
+    vectors = _awaited(Client.vectors)
+    modules = _awaited(Client.modules)
+    _administer = Client._administer
 
     async def fetch(self, handles: Iterable[str]) -> "list[NDArray[np.float32]]":
         """As ``Client.fetch``."""
@@ -295,44 +291,6 @@ class AsyncClient(Connection[httpx.AsyncClient]):
         report = read_of(told)
         handles = handles_of(report["activations"])
         return Capture.of(report, dict(zip(handles, await self.fetch(handles), strict=True)))
-
-    async def delete_result(self, handle: str) -> None:
-        """As ``Client.delete_result``."""
-        await self._send("DELETE", f"saesteer/results/{quote(handle, safe='')}")
-
-    async def register_vector(
-        self, name: str, vector: NewVector, *, bias: float = 0.0, function: str = "linear"
-    ) -> dict[str, Any]:
-        """As ``Client.register_vector``."""
-        return await self._administer("POST", "vectors", vector_body(name, vector, bias, function))
-
-    async def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
-        """As ``Client.register_module``."""
-        return await self._administer("POST", "modules", module_body(name, steer))
-
-    async def delete_vector(self, name: str) -> None:
-        """As ``Client.delete_vector``."""
-        await self._administer("DELETE", f"vectors/{quote(name, safe='')}")
-
-    async def delete_module(self, name: str) -> None:
-        """As ``Client.delete_module``."""
-        await self._administer("DELETE", f"modules/{quote(name, safe='')}")
-
-    async def set_default(self, module: str) -> None:
-        """As ``Client.set_default``."""
-        await self._administer("PUT", "default", {"module": module})
-
-    async def clear_default(self) -> None:
-        """As ``Client.clear_default``."""
-        await self._administer("DELETE", "default")
-
-    async def vectors(self) -> list[dict[str, Any]]:
-        """As ``Client.vectors``."""
-        return list((await self._administer("GET", "vectors"))["vectors"])
-
-    async def modules(self) -> list[dict[str, Any]]:
-        """As ``Client.modules``."""
-        return list((await self._administer("GET", "modules"))["modules"])
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -345,23 +303,22 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _send(self, method: Method, path: str, body: Any = None, **options: Any) -> Any:
+    async def _send(
+        self, method: Method, path: str, body: Any = None, *, then: Callable[[Any], T], **options: Any
+    ) -> T:
         with translated():
             response = await self._http.request(method, path, json=body, **options)
-        return document_of(response.status_code, response.content)
+        return then(document_of(response.status_code, response.content))
 
     async def _fetched(self, handle: str) -> "NDArray[np.float32]":
         with translated():
             response = await self._http.get(f"saesteer/results/{quote(handle, safe='')}")
         return result_of(response.status_code, response.content)
 
-    async def _administer(self, method: Method, path: str, body: Any = None) -> dict[str, Any]:
-        return dict(await self._send(method, f"saesteer/{path}", body, headers=self._admin))
-
     async def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
         refuse_several(body)
         body["model"] = model or await self._known_model()
-        return answer_of(kind, await self._send("POST", kind, body), self._steered(body))
+        return await self._send("POST", kind, body, then=partial(answer_of, kind, steered=self._steered(body)))
 
     async def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> AsyncIterator[Piece]:
         body |= {"model": model or await self._known_model(), "stream": True}
