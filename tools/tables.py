@@ -1,7 +1,6 @@
-"""Writes the tables of README.md and docs/ that come from the code. Knows nothing of the text around them.
+"""Writes what comes from the code: the tables of README.md and docs/, and the schemas of schemas.py.
 
-A page has a pair of comments for each table, ``<!-- table: NAME -->`` and ``<!-- end -->``; what stands between them is
-replaced. ``make tables`` rewrites the pages, and a test compares them with what this file would write.
+A page's tables stand between pairs of comments, ``<!-- table: NAME -->`` and ``<!-- end -->``. A test compares them.
 """
 
 import ast
@@ -30,7 +29,7 @@ from saesteer.plugin import contract, unservable
 from saesteer.plugin.http import statuses
 from saesteer.plugin.results import metrics
 from tests.loaders import across, every
-from tools import measured
+from tools import measured, schemas
 from tools.contract import RELEASES
 
 ROOT = Path(__file__).parents[1]
@@ -298,7 +297,7 @@ def published() -> str:
     keys = ("system", "what", "figure", "hardware", "source")
     assert all(tuple(row) == keys for row in rows), f"expected {keys}"
     shown = ((*(row[key] for key in keys[:-1]), f"[source]({row['source']})") for row in rows)
-    return table(("system", "what", "figure", "hardware", "source"), shown)
+    return table(keys, shown)
 
 
 def stored(made: Callable[[], measured.Table], command: str, chart: str = "") -> Callable[[], str]:
@@ -395,6 +394,7 @@ def _admin_codes() -> set[str]:
 
 
 if __name__ == "__main__":
+    schemas.FILE.write_text(schemas.written())
     for path in PAGES:
         path.write_text(filled(path.read_text()))
         print(path.relative_to(ROOT))

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from saesteer import __version__
 from saesteer.config.config import ADMIN_KEY, OPTIONS, SaesteerConfig
-from saesteer.config.retired import without_retired_flags
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, SaesteerError, printable
 
@@ -113,7 +112,7 @@ def serve(
 
     words = {name: value for name, value in settings.items() if value is not None}
     config = read_settings(file=saesteer_config, **words)
-    serve.serve(model, config, without_retired_flags(context.args), saesteer_admin_key or None)
+    serve.serve(model, config, context.args, saesteer_admin_key or None)
 
 
 @app.command()

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
-from saesteer.config.retired import without_retired
 from saesteer.config.sources import DictionarySource, VectorSource
 from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, SpecError
@@ -350,7 +349,7 @@ class SaesteerConfig:
             ConfigError: an unknown field, a wrong type or a value out of range.
         """
         try:
-            raw = without_retired(fields.mapping(raw, f"additional_config.{KEY}"))
+            raw = fields.mapping(raw, f"additional_config.{KEY}")
             for key in raw:
                 if key not in OPTIONS:
                     fields.known_field(key, f"additional_config.{KEY}", OPTIONS)

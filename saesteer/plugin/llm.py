@@ -8,7 +8,6 @@ import vllm
 
 from saesteer import plugin
 from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
-from saesteer.config.retired import RETIRED
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec, Steer, as_spec
@@ -83,7 +82,6 @@ class LLM(vllm.LLM):
         # The arguments have the names of the options; None stands for an option's default.
         own = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
-        own |= {name: kwargs.pop(name) for name in RETIRED if name in kwargs}
         wire = SaesteerConfig.from_json(own).to_json()
         frontend.opened.cache_clear()  # files may have changed since the last LLM
         frontend.opened(json.dumps(wire))

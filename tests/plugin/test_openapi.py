@@ -13,6 +13,7 @@ from saesteer.plugin.http.routes import SERVED
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.conftest import BRIDGE
 from tests.spec.strategies import specs
+from tools import schemas
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_all_references_lead_somewhere(document: Any) -> None:
             for one in found:
                 follow(one)
 
-    follow(openapi.components())
+    follow(openapi.SCHEMAS)
     for body in ("VectorBody", "ModuleBody"):  # of the admin routes
         follow(schemas[body])
     clamp = schemas["SaesteerClamp"]
@@ -78,9 +79,13 @@ def test_all_references_lead_somewhere(document: Any) -> None:
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    whole = {"$ref": "#/components/schemas/SaesteerSpec", "components": {"schemas": openapi.components()}}
+    whole = {"$ref": "#/components/schemas/SaesteerSpec", "components": {"schemas": openapi.SCHEMAS}}
     jsonschema.Draft202012Validator.check_schema(whole)
     return jsonschema.Draft202012Validator(whole)
+
+
+def test_the_stored_schemas_are_the_languages() -> None:
+    assert schemas.FILE.read_text() == schemas.written(), "make tables"
 
 
 @settings(deadline=None)

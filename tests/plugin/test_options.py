@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import MISSING, fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer import hf
 from saesteer.commands.cli import app
 from saesteer.config.config import OPTIONS, SaesteerConfig
-from saesteer.config.retired import RETIRED
 from saesteer.plugin.llm import LLM
 
 
@@ -44,12 +42,3 @@ def test_the_flags_of_serve_are_the_options() -> None:
         param = params.pop(on)
         assert (param.help, param.secondary_opts) == (option.help, [off] if off else [])
     assert params.keys() == {"--saesteer-config", "--saesteer-admin-key"}
-
-
-def test_python_drops_settings_that_are_no_options_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("vllm.LLM.__init__", lambda self, **options: given.update(options))
-    monkeypatch.setattr(LLM, "llm_engine", SimpleNamespace(saesteer_agreed=True), raising=False)
-    retired: Any = dict.fromkeys(RETIRED, 8)
-    LLM("a", max_edits=8, **retired)
-    assert given == {"model": "a", "additional_config": {"saesteer": SaesteerConfig(max_edits=8).to_json()}}

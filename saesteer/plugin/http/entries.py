@@ -1,20 +1,19 @@
 """What the admin routes take and return, as pydantic documents it. Knows catalogs, and neither HTTP nor keys."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from saesteer.dictionaries.vectors import Function
-from saesteer.language.inline import InlineVector
-from saesteer.language.spec import Spec
 from saesteer.planning.plan import Catalog
-from saesteer.plugin.http.openapi import schema_of
+from saesteer.plugin.http.openapi import reference
 
 _SHORT = 16  # characters of a version hash, as in answers
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128}
-_FUNCTION = schema_of(Function)
-_VECTOR = schema_of(tuple[float, ...] | InlineVector)
-_SPEC = {"anyOf": [schema_of(Spec)]}  # pydantic would look up a reference that stands alone
+_FUNCTION: dict[str, Any] = {"enum": [*get_args(Function)]}
+_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_VECTOR: dict[str, Any] = {"anyOf": [_NUMBERS, reference("SaesteerInlineVector")]}
+_SPEC: dict[str, Any] = {"anyOf": [reference("SaesteerSpec")]}  # pydantic would look up a reference that stands alone
 _VECTOR_EXAMPLES: list[Any] = [
     {"name": "happy", "vector": [0.12, -0.5, 0.33]},
     {

@@ -7,6 +7,7 @@ a body with 400. It guards every route that is not on the list, including those 
 import json
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -36,8 +37,8 @@ _NESTED = (  # objects of a body in which clients put what belongs beside them
     *("options", "parameters"),
 )
 _INSIDE = ("vllm_xargs", "extra_args")  # where a spec may stand in these
-_MEANT = ("steer", "steering", "sae")  # besides what differs from KEY in so many letters:
-_LETTERS = 2
+_MEANT = ("steer", "steering", "sae")  # besides what difflib finds this much like KEY
+_ALIKE = 0.8
 
 
 def misplaced(body: Mapping[str, Any], *keys: str) -> tuple[str, str] | None:
@@ -67,17 +68,9 @@ def near(keys: Iterable[Any]) -> str | None:
     """Return the first key that is not ``saesteer`` and was probably meant to be; None: there is none."""
     for key in keys:
         word = key.strip().casefold() if isinstance(key, str) else ""
-        if key != KEY and (word in _MEANT or (abs(len(word) - len(KEY)) <= _LETTERS and not _differ(word, KEY))):
+        if key != KEY and (word in _MEANT or get_close_matches(word, (KEY,), cutoff=_ALIKE)):
             return str(key)
     return None
-
-
-def _differ(one: str, other: str, letters: int = _LETTERS) -> bool:
-    """Return whether the edit distance of two words is above a number of letters."""
-    if one[:1] == other[:1]:
-        return one != other and _differ(one[1:], other[1:], letters)
-    changed = (one[1:], other), (one, other[1:]), (one[1:], other[1:])
-    return letters == 0 or all(_differ(*pair, letters - 1) for pair in changed)
 
 
 def path_of(scope: Scope) -> str:
