@@ -65,6 +65,7 @@ class Engine:
         options = engine_options() | {"max_num_seqs": running, "max_model_len": 128}
         if torch.cuda.is_available():
             options |= {"kv_cache_memory_bytes": 12 << 30, "gpu_memory_utilization": 0.5}
+            options["cudagraph_capture_sizes"] = [running // 4, running // 2, running]
         self._dictionary = dictionary
         place = str(DICTIONARIES[dictionary])
         self._llm = LLM(str(folder), dictionaries={dictionary: place}, max_edits=1, **options)
