@@ -27,7 +27,7 @@ def vector_body(name: str, vector: NewVector, bias: float, function: str) -> dic
 
 
 def features_query(
-    dictionary: str, q: str | None, feature: int | None, layer: int | None, limit: int
+    dictionary: str | None, q: str | None, feature: int | None, layer: int | None, limit: int
 ) -> dict[str, Any]:
     """The query that finds features, without what is not given."""
     query = {"dictionary": dictionary, "q": q, "feature": feature, "layer": layer, "limit": limit}

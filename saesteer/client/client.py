@@ -96,7 +96,7 @@ class Client(Connection[httpx.Client]):
 
     def features(
         self,
-        dictionary: str,
+        dictionary: str | None = None,
         q: str | None = None,
         *,
         feature: int | None = None,
@@ -106,7 +106,7 @@ class Client(Connection[httpx.Client]):
         """Features by words in their labels and examples, best first, or what is known of one.
 
         Args:
-            dictionary: a dictionary of the server, as in a request.
+            dictionary: a dictionary of the server, as in a request; None: words are looked for in all of them.
             q: words.
             feature: a feature's number, in place of words; the list is empty if nothing is known of it.
             layer: of a set.

@@ -14,6 +14,7 @@ from tests.client.both import both_clients, call
     [
         (("demo", "golden gate"), {}, {"dictionary": "demo", "q": "golden gate", "limit": "10"}),
         (("a/b",), {"feature": 0, "layer": 0}, {"dictionary": "a/b", "feature": "0", "layer": "0", "limit": "10"}),
+        ((), {"q": "bridge"}, {"q": "bridge", "limit": "10"}),
         (("demo", "x&y=z"), {"limit": 1}, {"dictionary": "demo", "q": "x&y=z", "limit": "1"}),
     ],
 )

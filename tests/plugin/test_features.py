@@ -75,6 +75,20 @@ def test_features_by_words(client: Any, word: str, feature: int) -> None:
     assert len(numbers(client.get(ROUTE, params={"dictionary": "mlp", "q": word, "layer": 12}))) == 10
 
 
+def test_all_dictionaries_are_searched(client: Any) -> None:
+    """Those without labels, with broken ones and with those of other weights do not count."""
+    found = client.get(ROUTE, params={"q": "bridge", "limit": 100}).json()
+    assert (found["dictionary"], found["layer"], found["source"]) == (None, None, None)
+    scores = [one["score"] for one in found["features"]]
+    assert scores == sorted(scores, reverse=True)
+    each = [
+        client.get(ROUTE, params={"q": "bridge", "limit": 100, "dictionary": name}).json() for name in ("own", "mlp")
+    ]
+    known = [one for answer in each for one in answer["features"]]
+    assert {one["dictionary"] for one in found["features"]} == {"own", "mlp"}
+    assert len(scores) == min(100, len(known)) and all(one in known for one in found["features"])
+
+
 def test_one_feature(client: Any) -> None:
     [found] = client.get(ROUTE, params={"dictionary": "own", "feature": BRIDGE}).json()["features"]
     assert found["feature"] == BRIDGE and found["label_by"] == "rule" and "bridge" in found["label"]
@@ -112,7 +126,9 @@ def test_max_act_is_what_the_unit_multiplies_by(client: Any, folder: Path, rows:
 
 
 REFUSED: list[tuple[dict[str, Any], int, str, str, str]] = [
-    ({"q": "x"}, 400, "dictionary", "missing_field", "Field required"),
+    ({"q": "x", "layer": 15}, 400, "dictionary", "missing_field", "unless q searches all dictionaries, 64 at most"),
+    ({"feature": 1}, 400, "dictionary", "missing_field", "unless q searches all"),
+    ({"q": "?!"}, 400, "q", "out_of_range", "got '?!', expected words"),
     ({"dictionary": "own"}, 400, "q", "missing_field", "expected q or feature"),
     ({"dictionary": "own", "q": "x", "feature": 1}, 400, "q", "conflict", "expected one of them"),
     ({"dictionary": "own", "q": "?!"}, 400, "q", "out_of_range", "got '?!', expected words"),
@@ -174,6 +190,7 @@ def test_the_real_server(demo_server: Any) -> None:
     with Client(str(demo_server.base_url)) as client:
         assert BRIDGE in [one["feature"] for one in client.features("demo", "bridge", limit=3)]
         assert client.features("demo-mlp", "magic", layer=12)
+        assert {one["dictionary"] for one in client.features(q="bridge", limit=50)} == {"demo", "demo-mlp"}
         [one] = client.features("demo", feature=OCEAN)
         assert "ocean" in one["label"]
         clamp = {"op": "clamp", "dictionary": "demo", "feature": one["feature"]}

@@ -4,8 +4,10 @@ They are open to whoever may send requests, so a query is bounded in every respe
 They know no spec.
 """
 
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
+from operator import attrgetter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -24,6 +26,7 @@ from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.refusals import Refused, first_of, refuse, refusing
 
 MOST_LISTED = 1000  # dictionaries; a folder of them may hold more
+MOST_SEARCHED = 64  # at once
 # Looked up once, as a place may be on the hub; so many, as clients may name any sites of a dictionary.
 _place_of = lru_cache(4096)(place_of)
 _AT = "query"  # where a refusal says that the wrong field is
@@ -41,6 +44,8 @@ class ExampleEntry(BaseModel):
 class FeatureEntry(BaseModel):
     """What is known of a feature."""
 
+    dictionary: str = Field(description="As in a request, like `layer` and `feature`.")
+    layer: int | None
     feature: int
     label: str | None
     label_by: str | None = Field(description="`rule`, or the model that explained the feature.")
@@ -54,11 +59,11 @@ class FeatureEntry(BaseModel):
 
 
 class FeatureList(BaseModel):
-    """Features of one dictionary, best first."""
+    """Features of one dictionary or of all, best first."""
 
-    dictionary: str
+    dictionary: str | None = Field(description="As asked; null: all were searched.")
     layer: int | None
-    source: str = Field(description="Where the labels come from.")
+    source: str | None = Field(description="Where the labels of the one dictionary come from.")
     features: list[FeatureEntry]
 
 
@@ -134,23 +139,45 @@ def _reading(catalog: Catalog, key: str) -> tuple[str | None, bool]:
 @router.get("/features", responses=_RESPONSES, summary="Find features by words, or describe one")
 def list_features(
     state: Annotated[Any, Depends(_state)],
-    dictionary: Annotated[str, Query(max_length=MAX_NAME, description="A dictionary's name, as in a request.")],
+    dictionary: Annotated[
+        str | None, Query(max_length=MAX_NAME, description="A dictionary's name, as in a request; all if left out.")
+    ] = None,
     layer: Annotated[int | None, Query(description="Of a set.")] = None,
     q: Annotated[str | None, Query(max_length=MAX_QUERY, description="Words; nothing in them is syntax.")] = None,
     feature: Annotated[int | None, Query(ge=0, description="A feature's number, in place of `q`.")] = None,
     limit: Annotated[int, Query(ge=1, le=MOST)] = 10,
 ) -> FeatureList:
-    """Labels, strongest examples, and the tokens that the feature promotes. In a thread: it reads a file."""
+    """Labels, strongest examples, and the tokens that the feature promotes. In a thread: it reads files."""
     if (q is None) == (feature is None):
         if q is None:
             fail(f"{_AT}.q", "missing_field", "is missing, expected q or feature")
         fail(f"{_AT}.q", "conflict", "is given next to feature, expected one of them")
-    catalog = state.saesteer_admin.names.catalog
-    key, info = dictionary_of(catalog, dictionary, layer, _AT, address="dictionary")
-    if feature is not None:
-        feature_of(catalog, dictionary, layer, feature, _AT)
     if q is not None and not words_of(q):
         fail(f"{_AT}.q", "out_of_range", f"got {q!r}, expected words")
+    catalog: Catalog = state.saesteer_admin.names.catalog
+    if dictionary is not None:
+        source, found = _found(catalog, dictionary, layer, q, feature, limit)
+        return FeatureList(dictionary=dictionary, layer=layer, source=source, features=found)
+    if q is None or layer is not None or len(catalog.dictionaries) > MOST_SEARCHED:
+        message = f"is missing, expected unless q searches all dictionaries, {MOST_SEARCHED} at most"
+        fail(f"{_AT}.dictionary", "missing_field", message)
+    lists: list[list[FeatureEntry]] = []
+    for key in catalog.dictionaries:
+        with suppress(_Missing, SpecError):  # the log says which cannot be read
+            lists.append(_found(catalog, *catalog.named(key), q, None, limit)[1])
+    if not lists:
+        raise _Missing("no dictionary of this server has labels that can be read")
+    best = sorted((one for found in lists for one in found), key=attrgetter("score"), reverse=True)
+    return FeatureList(dictionary=None, layer=None, source=None, features=best[:limit])
+
+
+def _found(
+    catalog: Catalog, name: str, layer: int | None, q: str | None, feature: int | None, limit: int
+) -> tuple[str, list[FeatureEntry]]:
+    """Where the labels of a dictionary come from, and features by words or by number."""
+    key, info = dictionary_of(catalog, name, layer, _AT, address="dictionary")
+    if feature is not None:
+        feature_of(catalog, name, layer, feature, _AT)
     assert isinstance(info, CoderInfo)
     try:
         place = _place_of(info)
@@ -167,5 +194,4 @@ def list_features(
             one |= {"max_act": catalog.largest(info, one["feature"]), "max_act_by": info.max_act_from}
     except LoadError as exc:
         fail(f"{_AT}.dictionary", "unreadable", f"the labels of {key!r} cannot be read: {without_path(exc)}")
-    entries = [FeatureEntry(**one) for one in found]
-    return FeatureList(dictionary=dictionary, layer=layer, source=source, features=entries)
+    return source, [FeatureEntry(dictionary=name, layer=layer, **one) for one in found]
