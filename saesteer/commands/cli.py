@@ -66,7 +66,7 @@ def _saesteer(
 
 @app.command()
 def demo(verbose: Verbose = False) -> None:
-    """Ask a small model two questions, without and with features clamped. Needs no network after the first run."""
+    """Ask a small model five questions, without and with a feature clamped. Needs no network after the first run."""
     from saesteer.commands import serve
     from saesteer.commands.demo import run
 

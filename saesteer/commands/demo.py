@@ -1,11 +1,12 @@
-"""`saesteer demo`: two questions to the embedded model, as it is and with two features clamped, in one batch."""
+"""`saesteer demo`: the stored cases of the playground, each asked of the embedded model as it is and with its clamp."""
 
 import json
 import os
+import re
 import shutil
 import sys
-import textwrap
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -13,26 +14,17 @@ from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import (
-    BRIDGE,
     DEMO_DICTIONARY,
-    DEMO_MLP,
     DEMO_SAE,
-    DEMO_TRANSCODER,
-    DICTIONARIES,
-    FRENCH,
-    GOLD,
-    MLP_FEATURE,
-    MLP_VALUE,
-    OCEAN,
-    bridge,
+    GALLERY,
+    clamp,
     engine_options,
     ensure_model,
-    mlp,
 )
 from saesteer.commands.waiting import steps
 from saesteer.plugin import job
 
-QUESTIONS = ("Who are you?", "What should I do this weekend?")
+_SENTENCES = re.compile(r".*(?<!\d)[.!?][\"”')]?(?=\s|$)", re.DOTALL)
 
 
 def run(console: Console, *, verbose: bool = False) -> None:
@@ -41,76 +33,58 @@ def run(console: Console, *, verbose: bool = False) -> None:
     Raises:
         SaesteerError: the model cannot be obtained, or the engine does not start.
     """
-    specs = (None, bridge(), mlp())
-    batch = job.Batch(
-        prompts=QUESTIONS * len(specs),
-        steer=[spec for spec in specs for _ in QUESTIONS],
-        max_tokens=48,
-        repetition_penalty=1.1,
-        chat=True,
-    )
+    cases = json.loads(GALLERY.read_text())["cases"]
     with steps(console, hidden=verbose) as show:
         show("Looking for the model")
         model = ensure_model(show)
         show("Starting vLLM and asking, less than a minute on most machines")
-        dictionaries = {name: str(file) for name, file in DICTIONARIES.items()}
-        [answers] = job.run(str(model), [batch], dictionaries=dictionaries, options=engine_options(), verbose=verbose)
-    texts = [answer.text.strip() for answer in answers]
-    _show(console, [texts[at :: len(QUESTIONS)] for at in range(len(QUESTIONS))])
-
-
-def _show(console: Console, rows: list[list[str]]) -> None:
+        dictionaries = {DEMO_DICTIONARY: str(DEMO_SAE)}
+        options = engine_options()
+        [answers] = job.run(str(model), [batch_of(cases)], dictionaries=dictionaries, options=options, verbose=verbose)
+    texts = [whole(answer.text) for answer in answers]
     console.print(
-        "\nSmolLM2-135M-Instruct in stock vLLM, six requests in one batch. Two of them clamp one feature of a sparse "
-        f"autoencoder at layer 15, number {BRIDGE}, to twice the strongest activation that was seen of it. Two clamp "
-        f"feature {MLP_FEATURE} of a skip transcoder of layer 12's MLP to {MLP_VALUE:g} times its own.\n"
+        f"\nSmolLM2-135M-Instruct in stock vLLM, {len(texts)} requests in one batch. Half of them clamp one feature of "
+        "a sparse autoencoder at layer 15 to a multiple of the strongest activation that was seen of it.\n"
     )
-    heads = ("", "as it is", f"feature {BRIDGE} clamped", f"{MLP_FEATURE} of the MLP clamped")
-    table = Table(*heads, box=box.ROUNDED, show_lines=True)
-    for question, (plain, clamped, inside) in zip(QUESTIONS, rows, strict=True):
-        table.add_row(Text(question, style="bold"), Text(plain), Text(clamped, style="yellow"), Text(inside))
+    table = Table("", "as it is", "clamped", box=box.ROUNDED, show_lines=True)
+    for case, plain, clamped in zip(cases, texts[: len(cases)], texts[len(cases) :], strict=True):
+        asked = Text.assemble((f"{case['name']}\n", "bold yellow"), f"feature {case['feature']} × {case['value']:g}\n")
+        table.add_row(asked.append(f"\n{case['question']}", "bold"), Text(plain), Text(clamped, style="yellow"))
     console.print(table)
-    console.print("\nWhat to try next\n", style="bold")
     # soft_wrap: users copy these commands.
     console.print(next_steps(), soft_wrap=True, highlight=False, markup=False)
 
 
+def batch_of(cases: list[Any]) -> job.Batch:
+    """The questions of the stored cases as they are, then again with the clamps."""
+    questions = [case["question"] for case in cases]
+    specs = [clamp(case["dictionary"], case["feature"], case["value"]) for case in cases]
+    steer = [*[None] * len(cases), *specs]
+    return job.Batch(prompts=questions * 2, steer=steer, max_tokens=64, repetition_penalty=1.1, chat=True)
+
+
+def whole(text: str) -> str:
+    """A text up to its last whole sentence; with an ellipsis if it has none."""
+    found = _SENTENCES.match(text)
+    return found[0].strip() if found else f"{text.strip()} …"
+
+
 def next_steps() -> str:
     """The commands to try next, as text."""
-    body = {
-        "model": DEMO_DICTIONARY,
-        "messages": [{"role": "user", "content": QUESTIONS[0]}],
-        "temperature": 0,
-        "repetition_penalty": 1.1,
-        "max_tokens": 48,
-        "saesteer": bridge(),
-    }
     command = _command()
-    return textwrap.dedent(
-        f"""\
-        Run the same model as an OpenAI server:
-
-          {command} serve {DEMO_DICTIONARY}
-
-        and, once it is listening, send a request from another terminal:
-
-          curl -s localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
-
-        Other features to clamp: {OCEAN} the ocean (value 1), {GOLD} gold, {FRENCH} French.
-        The transcoder is the dictionary {DEMO_MLP}. Describe the two:
-
-          {command} inspect {_short(DEMO_SAE)}
-          {command} inspect {_short(DEMO_TRANSCODER)}
-
-        Prove that steering works on this machine and affects no other request:
-
-          {command} doctor"""
+    return (
+        f"\nProve that steering works on this machine and affects no other request:\n\n  {command} doctor\n\n"
+        "Try it yourself, on a page at http://localhost:8000/saesteer/ and as an OpenAI server:\n\n"
+        f"  {command} serve {DEMO_DICTIONARY}"
     )
 
 
 def _command() -> str:
     """How to call saesteer from here: it may be in an environment that is not activated."""
-    return "saesteer" if shutil.which("saesteer") else _short(Path(sys.argv[0]).absolute())
+    if shutil.which("saesteer"):
+        return "saesteer"
+    called = Path(sys.argv[0])
+    return f"{_short(Path(sys.executable))} -m saesteer" if called.name == "__main__.py" else _short(called.absolute())
 
 
 def _short(path: Path) -> str:

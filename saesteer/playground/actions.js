@@ -1,10 +1,20 @@
 // What the user does, and what follows: requests are sent, answers come in, refusals find their place. Draws nothing.
 
-import { newAnswer, strongest, take, textOf } from "./answers.js";
-import { Refused, chat, findFeatures, listDictionaries, listModels, setKey, url } from "./api.js";
+import { compare, newAnswer, storedAnswer, strongest, take, textOf } from "./answers.js";
+import {
+  Refused,
+  chat,
+  findFeatures,
+  firstOf,
+  listDictionaries,
+  listModels,
+  promptLogprobs,
+  setKey,
+  url,
+} from "./api.js";
 import { curl, python } from "./code.js";
-import { SIDES, bodyOf, readsOf, streamed } from "./requests.js";
-import { change, keyOf, newSlider, state } from "./state.js";
+import { SIDES, bodyOf, readsOf, streamed, unsteered } from "./requests.js";
+import { CHANGED, change, keyOf, newSlider, state } from "./state.js";
 
 const FOUND = 8; // features that a search shows
 const PAUSE = 150; // milliseconds that the pointer stays on a token before its features are named
@@ -12,8 +22,20 @@ const PAUSE = 150; // milliseconds that the pointer stays on a token before its 
 let running = null; // the AbortController of the answers that are coming
 let resting = 0;
 
-// Asks what the server has; again when there is another key.
+// Shows the first stored case, then asks what the server has.
 export async function start() {
+  try {
+    const { key, gallery } = await firstOf();
+    change((s) => Object.assign(s, { keyNeeded: key, gallery }));
+    if (gallery.length) load(gallery[0]);
+  } catch (error) {
+    told(error, (s, message) => (s.failure = message));
+  }
+  await connect();
+}
+
+// Asks what the server has; again when there is another key.
+async function connect() {
   try {
     const [models, dictionaries] = await Promise.all([listModels(), listDictionaries()]);
     change((s) => {
@@ -29,7 +51,7 @@ export async function start() {
 
 export function useKey(text) {
   setKey(text);
-  start();
+  connect();
 }
 
 // Puts an error's sentence where `put` wants it, and asks for the key if that is what is missing.
@@ -79,39 +101,79 @@ export function addSlider(feature) {
       feature: feature.feature,
       label: known?.label ?? "",
       maxAct: known?.max_act ?? null,
+      value: String(known?.best ?? (known?.max_act ? 2 : 1)),
     };
     s.sliders.push(newSlider(s.nextId++, added));
-    s.colour ??= { dictionary, layer, feature: feature.feature };
     s.status = `Slider ${s.sliders.length} added`;
   });
 }
 
 export function removeSlider(id) {
   change((s) => {
-    s.sliders = s.sliders.filter((one) => one.id !== id);
+    const removed = s.sliders.find((one) => one.id === id);
+    s.sliders = s.sliders.filter((one) => one !== removed);
+    if (removed && s.colour?.dictionary && keyOf(s.colour) === keyOf(removed)) s.colour = CHANGED;
     s.status = "Slider removed";
   });
+}
+
+// Puts a stored case on the page: its slider, its question, and both of its answers as the newest run.
+export function load(found) {
+  const { name, dictionary, feature, label, max_act: maxAct, value, question } = found;
+  change((s) => {
+    const one = newSlider(s.nextId++, { dictionary, layer: null, feature, label, maxAct, value: String(value) });
+    const words = (found.plain.match(/\s*\S+/g) ?? []).map((text) => [text]);
+    const turn = {
+      id: s.nextId++,
+      user: question,
+      history: { plain: [], steered: [] },
+      plain: storedAnswer(words),
+      steered: storedAnswer(found.steered, found),
+      sliders: [one],
+      stored: name,
+    };
+    s.turns = [...s.turns.filter((other) => other.stored !== name), turn];
+    set(s, turn);
+    turn.body = bodyOf(s, [{ role: "user", content: question }]);
+    s.status = `${name}: the stored answers are shown`;
+  });
+}
+
+// Puts the sliders and the question of a run back.
+export function restore(turn) {
+  change((s) => {
+    set(s, turn);
+    s.status = "Its sliders and its question are back";
+  });
+}
+
+function set(s, { sliders, user }) {
+  s.sliders = sliders.map((one) => ({ ...one, id: s.nextId++, error: "" }));
+  Object.assign(s, { message: user, colour: CHANGED, token: null });
 }
 
 export function setSlider(id, part) {
   change((s) => Object.assign(s.sliders.find((one) => one.id === id) ?? {}, part, { error: "" }));
 }
 
-// Asks for both answers to the message at once; each side has its own conversation.
+// Asks for both answers to the question at once; if they continue a run, each side has its own conversation.
 export async function send() {
   if (state.busy || !state.model || !state.message.trim()) return;
   const user = state.message;
-  const own = bodyOf(state, talk("steered", user));
-  const bodies = { plain: { ...own, messages: talk("plain", user) }, steered: own };
+  const history = { plain: before("plain"), steered: before("steered") };
+  const own = bodyOf(state, [...history.steered, { role: "user", content: user }]);
+  const bodies = { plain: { ...own, messages: [...history.plain, own.messages.at(-1)] }, steered: own };
   const sent = state.sliders.map((one) => one.id);
   const reads = state.reads ? readsOf(state) : [];
-  const turn = { id: state.nextId, user, plain: newAnswer(), steered: newAnswer(), body: own };
+  const answers = { plain: newAnswer(), steered: newAnswer() };
+  const sliders = state.sliders.map((one) => ({ ...one }));
+  const turn = { id: state.nextId, user, history, ...answers, sliders, body: own, stored: "" };
   running = new AbortController();
   change((s) => {
     s.turns.push(turn);
     Object.assign(s, {
       nextId: s.nextId + 1,
-      message: "",
+      message: s.continues ? "" : user,
       busy: true,
       readError: "",
       token: null,
@@ -122,6 +184,7 @@ export async function send() {
   await Promise.all(
     SIDES.map((side) => answer(turn[side], streamed(bodies[side], side, reads), side === "steered" ? sent : [])),
   );
+  await mark(turn);
   running = null;
   change((s) => {
     s.busy = false;
@@ -135,18 +198,29 @@ export function stop() {
 }
 
 export function clear() {
-  change((s) => Object.assign(s, { turns: [], token: null, copied: null, status: "Conversation cleared" }));
+  change((s) => Object.assign(s, { turns: [], token: null, copied: null, status: "Runs cleared" }));
 }
 
-function talk(side, user) {
-  const before = state.turns.filter((turn) => !turn[side].error);
-  return [
-    ...before.flatMap((turn) => [
-      { role: "user", content: turn.user },
-      { role: "assistant", content: textOf(turn[side]) },
-    ]),
-    { role: "user", content: user },
-  ];
+// The messages before the next question: none, or those of the newest run with its answer, if it has one.
+function before(side) {
+  const last = state.continues ? state.turns.at(-1) : undefined;
+  if (!last) return [];
+  if (last[side].error) return last.history[side];
+  const said = { role: "assistant", content: textOf(last[side]) };
+  return [...last.history[side], { role: "user", content: last.user }, said];
+}
+
+// Asks how likely each token of the steered answer is without the edits: the difference is what they changed.
+async function mark({ steered, body }) {
+  if (!body.saesteer.edits.length || !steered.promptIds.length || !steered.ids.length || steered.error) return;
+  try {
+    const ids = [...steered.promptIds, ...steered.ids];
+    const found = await promptLogprobs(unsteered(body.model, ids), running.signal);
+    change(() => compare(steered, found));
+  } catch (error) {
+    if (error.name === "AbortError") return;
+    told(error, (s, message) => (steered.unmarked = message));
+  }
 }
 
 async function answer(into, body, sent) {
@@ -205,7 +279,8 @@ export function colourBy(feature) {
 
 // Puts a turn's request into the clipboard, and on the page, where it can be read and copied by hand.
 export async function copy(turn, language) {
-  const text = language === "curl" ? curl(turn.body, url) : python(turn.body, url);
+  const body = { ...turn.body, model: turn.body.model || state.model };
+  const text = language === "curl" ? curl(body, url) : python(body, url);
   let done = true;
   try {
     await navigator.clipboard.writeText(text); // absent where the page came by plain HTTP from another machine

@@ -5,12 +5,28 @@ export function newAnswer() {
     pieces: [], // {text, positions}: usually one token; several where their text cannot be told apart
     held: [], // positions of tokens whose text is yet to come
     tokens: 0, // so far
+    promptIds: [],
+    ids: [],
+    logprobs: [], // of the ids, as the answer was made
+    changes: new Map(), // by position: log10 of how many times likelier the edits made the token
+    unmarked: "", // why they could not be compared
+    cut: false, // by the limit of tokens
     rows: new Map(), // by dictionary and layer: by position what was read there
     dose: [],
     applied: [],
     error: "",
     ended: false,
   };
+}
+
+// A stored one, whose pieces are texts, or texts with what the edits changed.
+export function storedAnswer(pieces, { dose = [], applied = [] } = {}) {
+  const one = { ...newAnswer(), dose, applied, ended: true };
+  for (const [at, [text, change]] of pieces.entries()) {
+    one.pieces.push({ text, positions: [at] });
+    if (change !== undefined) one.changes.set(at, change);
+  }
+  return one;
 }
 
 export function textOf(answer) {
@@ -20,6 +36,7 @@ export function textOf(answer) {
 // Adds what an event brings.
 export function take(answer, event) {
   const choice = event.choices?.[0];
+  if (event.prompt_token_ids) answer.promptIds = event.prompt_token_ids;
   if (choice) addText(answer, choice, event.usage);
   const found = event.saesteer ?? {};
   for (const one of found.features ?? []) {
@@ -37,7 +54,11 @@ function addText(answer, choice, usage) {
   const first = usage ? usage.prompt_tokens + answer.tokens : 0;
   const positions = Array.from({ length: count }, (_, n) => first + n);
   answer.tokens += count;
-  const tokens = (choice.logprobs?.content ?? []).map((one) => one.token);
+  const content = choice.logprobs?.content ?? [];
+  const tokens = content.map((one) => one.token);
+  answer.ids.push(...(choice.token_ids ?? []));
+  answer.logprobs.push(...content.map((one) => one.logprob));
+  if (choice.finish_reason === "length") answer.cut = true;
   if (!text) {
     answer.held.push(...positions);
   } else if (!answer.held.length && tokens.length === count && tokens.join("") === text) {
@@ -46,6 +67,22 @@ function addText(answer, choice, usage) {
     answer.pieces.push({ text, positions: [...answer.held, ...positions] });
     answer.held = [];
   }
+}
+
+// Compares the answer's tokens with what each prompt position had without edits.
+export function compare(answer, logprobs) {
+  for (const [n, id] of answer.ids.entries()) {
+    const at = answer.promptIds.length + n;
+    const plain = logprobs?.[at]?.[id]?.logprob;
+    if (plain !== undefined && answer.logprobs[n] !== undefined)
+      answer.changes.set(at, (answer.logprobs[n] - plain) / Math.LN10);
+  }
+}
+
+// Log10 of how many times likelier the edits made a piece; null if it was not compared.
+export function changeAt(answer, piece) {
+  const found = piece.positions.map((at) => answer.changes.get(at)).filter((one) => one !== undefined);
+  return found.length ? found.reduce((sum, one) => sum + one, 0) : null;
 }
 
 // The largest activation of a feature on the tokens of a piece; null if nothing was read there.

@@ -1,6 +1,7 @@
 // The page's requests, all to the public API of the server that sent the page. Only this file knows the key.
 
 const API = new URL("../v1/", document.baseURI);
+const START = new URL("start.json", document.baseURI);
 
 let key = ""; // in memory alone, until the page is closed
 
@@ -19,6 +20,11 @@ export class Refused extends Error {
   }
 }
 
+// What the page begins with: whether the server has keys, and the stored cases that fit it.
+export async function firstOf() {
+  return json(START);
+}
+
 export async function listModels() {
   return (await json("models")).data.map((one) => one.id);
 }
@@ -31,6 +37,12 @@ export async function listDictionaries() {
 export async function findFeatures(query) {
   const words = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
   return (await json(`saesteer/features?${new URLSearchParams(words)}`)).features;
+}
+
+// The logprob of each token of a prompt of ids, by id; null for the first.
+export async function promptLogprobs(body, signal) {
+  const response = await ask("completions", { method: "POST", body: JSON.stringify(body), signal });
+  return (await response.json()).choices[0].prompt_logprobs;
 }
 
 // The events of a chat answer, as they come.

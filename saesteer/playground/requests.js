@@ -34,7 +34,7 @@ export function readsOf({ sliders, search, colour, dictionaries }) {
   const readable = new Map(dictionaries.filter((one) => one.readable).map((one) => [one.dictionary, one.site]));
   const wanted = new Map();
   const searched = search.dictionary ? [{ dictionary: search.dictionary, layer: search.layer }] : [];
-  for (const one of [...sliders, ...(colour ? [colour] : []), ...searched]) {
+  for (const one of [...sliders, ...(colour?.dictionary ? [colour] : []), ...searched]) {
     if (!readable.has(one.dictionary)) continue;
     const key = JSON.stringify([one.dictionary, one.layer]);
     if (!wanted.has(key)) wanted.set(key, { dictionary: one.dictionary, layer: one.layer, features: new Set() });
@@ -68,9 +68,15 @@ export function streamed(body, side, reads) {
     side === "plain"
       ? { defaults: false, return: returns }
       : { ...body.saesteer, return: { ...body.saesteer.return, ...returns } };
-  // The usage of each chunk says which tokens it brings, and logprobs what each of them is.
+  // The usage of each chunk says which tokens it brings, logprobs what each of them is, and ids which they are.
   const stream_options = { include_usage: true, continuous_usage_stats: true };
-  return { ...body, saesteer, stream: true, stream_options, logprobs: true };
+  return { ...body, saesteer, stream: true, stream_options, logprobs: true, return_token_ids: true };
+}
+
+// The same tokens as a prompt without edits, for their probabilities there.
+export function unsteered(model, ids) {
+  const saesteer = { defaults: false };
+  return { model, prompt: ids, max_tokens: 1, temperature: 0, prompt_logprobs: 0, saesteer };
 }
 
 // An empty field becomes null, which the server refuses by name.

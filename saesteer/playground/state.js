@@ -1,11 +1,16 @@
 // What the page shows, and the one way to change it. Knows no server and no HTML.
 
+export const CHANGED = "changed"; // tokens are coloured by what the sliders changed
+
 export const state = {
   models: [], // ids
   model: "",
   dictionaries: [], // as the server lists them
-  keyWanted: false, // the server has refused a request without its key
+  keyNeeded: false, // the server has keys
+  keyWanted: false, // it has refused a request without one
   failure: "", // why the page has nothing to show
+
+  gallery: [], // stored cases, as data/gallery.json has them: those that fit this server
 
   search: { dictionary: "", layer: null, words: "", busy: false, results: null, error: "" },
   sliders: [], // see newSlider
@@ -17,11 +22,14 @@ export const state = {
   penalty: "1.1",
   reads: true, // whether answers bring the features of their tokens
   readError: "",
-  turns: [], // {id, user, plain, steered: answers, body: what asked for the steered one}
+  continues: false, // whether the next question follows the newest run
+  // {id, user, history: the messages before it by side, plain, steered: answers, sliders: copies of what made it,
+  // body: what asked for the steered one, stored: the name of its case or ""}
+  turns: [],
   busy: false,
   status: "", // what screen readers are told
 
-  colour: null, // the feature that colours tokens
+  colour: CHANGED, // or the feature that colours tokens, or null
   token: null, // the one whose features are shown: {turn, side, index, pinned}
   labels: new Map(), // what is known of features, by key; null while the server is asked
   copied: null, // {turn, text, done}: the code of a turn, and whether it is in the clipboard
@@ -58,6 +66,6 @@ export function nameOf({ dictionary, layer, feature }) {
 }
 
 // A clamp of a feature, as the form of a slider holds it: numbers are the text that stands there.
-export function newSlider(id, { dictionary, layer, feature, label, maxAct }) {
-  return { id, dictionary, layer, feature, label, maxAct, value: "1", mode: "set", scope: "all", error: "" };
+export function newSlider(id, { dictionary, layer, feature, label, maxAct, value }) {
+  return { id, dictionary, layer, feature, label, maxAct, value, mode: "set", scope: "all", error: "" };
 }

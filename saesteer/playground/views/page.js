@@ -4,43 +4,50 @@ import { html, nothing } from "../vendor/lit-html/lit-html.js";
 import { useKey } from "../actions.js";
 import { change } from "../state.js";
 import { chat } from "./chat.js";
+import { gallery } from "./gallery.js";
 import { search } from "./search.js";
 import { sliders } from "./sliders.js";
 
 export function page(state) {
   return html`
     <header>
+      <img src="icon.svg" alt="" width="28" height="28" />
       <h1>saesteer playground</h1>
-      ${state.models.length > 1 ? models(state) : html`<span class="quiet">${state.model}</span>`}
-      <label class="key">
+      <p class="quiet lead">Turn up what a model has learned, and compare what it says.</p>
+      ${state.models.length > 1 ? models(state) : html`<span class="quiet model">${state.model}</span>`}
+      ${state.keyNeeded || state.keyWanted ? key(state) : nothing}
+    </header>
+    ${state.failure ? html`<p class="error" role="alert">${state.failure}</p>` : nothing} ${gallery(state)}
+    <main>${sliders(state)} ${chat(state)} ${search(state)}</main>
+    <p class="unseen" role="status">${state.status}</p>
+  `;
+}
+
+function key({ keyWanted }) {
+  return html`
+    <div class="key">
+      <label>
         API key
         <input
           id="key"
           type="password"
           autocomplete="off"
           spellcheck="false"
-          placeholder="if the server has one"
           aria-describedby="key-note"
-          aria-invalid=${state.keyWanted}
+          aria-invalid=${keyWanted}
           @change=${(event) => useKey(event.target.value)}
         />
       </label>
       <span id="key-note" class="quiet">
-        ${state.keyWanted ? "The server asks for its key." : "It stays in this page's memory."}
+        ${keyWanted ? "The server asks for its key." : "It stays in this page's memory."}
       </span>
-    </header>
-    ${state.failure ? html`<p class="error" role="alert">${state.failure}</p>` : nothing}
-    <main>
-      <div class="side">${search(state)} ${sliders(state)}</div>
-      ${chat(state)}
-    </main>
-    <p class="unseen" role="status">${state.status}</p>
+    </div>
   `;
 }
 
 function models(state) {
   return html`
-    <label>
+    <label class="model">
       Model
       <select @change=${(event) => change((s) => (s.model = event.target.value))}>
         ${state.models.map((one) => html`<option .value=${one} .selected=${one === state.model}>${one}</option>`)}

@@ -6,7 +6,7 @@ import { change, nameOf } from "../state.js";
 
 export function search({ search, dictionaries }) {
   return html`
-    <section aria-labelledby="search-heading">
+    <section class="search" aria-labelledby="search-heading">
       <h2 id="search-heading">Find features</h2>
       <form
         role="search"

@@ -12,7 +12,7 @@ const SCOPES = { all: "every token", prompt: "the prompt", user: "my messages", 
 
 export function sliders({ sliders }) {
   return html`
-    <section aria-labelledby="sliders-heading">
+    <section class="turned" aria-labelledby="sliders-heading">
       <h2 id="sliders-heading">Sliders</h2>
       ${sliders.length ? nothing : html`<p class="quiet">Find a feature and add it. Each slider is one edit.</p>`}
       <ol class="sliders">${repeat(sliders, (one) => one.id, slider)}</ol>
@@ -29,22 +29,22 @@ function slider(one, place) {
   return html`
     <li>
       <fieldset class="slider">
-        <legend><strong>${place + 1}. ${nameOf(one)}</strong> ${one.label}</legend>
+        <legend><strong>${place + 1}. ${one.label || nameOf(one)}</strong> <span class="quiet">${nameOf(one)}</span></legend>
         <input
           type="range"
           aria-label="Value"
           aria-valuetext=${`${value} ${unit}`}
+          list=${`ticks-${id}`}
           min=${mode === "scale" ? 0 : -reach}
           max=${reach}
           step=${step}
           .value=${live(value)}
           @input=${set("value")}
         />
+        <datalist id=${`ticks-${id}`}>
+          ${[0, 1, 2, 3, 4].map((at) => html`<option value=${(at * reach) / 4}></option>`)}
+        </datalist>
         <div class="row">
-          <label>
-            <span class="unseen">Mode</span>
-            <select @change=${set("mode")}>${options(MODES, mode)}</select>
-          </label>
           <label>
             <span class="unseen">Value as a number</span>
             <input
@@ -57,13 +57,20 @@ function slider(one, place) {
             />
           </label>
           <span class="quiet">${unit}</span>
-          <label>
-            on
-            <select aria-label="Scope" @change=${set("scope")}>${options(SCOPES, scope)}</select>
-          </label>
           <button class="small" aria-label=${`Remove slider ${place + 1}`} @click=${() => removeSlider(id)}>
             Remove
           </button>
+          <details>
+            <summary>Mode and scope</summary>
+            <label>
+              <span class="unseen">Mode</span>
+              <select @change=${set("mode")}>${options(MODES, mode)}</select>
+            </label>
+            <label>
+              on
+              <select aria-label="Scope" @change=${set("scope")}>${options(SCOPES, scope)}</select>
+            </label>
+          </details>
         </div>
         <p id=${`error-${id}`} class="error" role="alert" ?hidden=${!error}>${error}</p>
       </fieldset>

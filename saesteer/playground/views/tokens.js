@@ -1,14 +1,16 @@
-// The tokens of an answer, coloured by a feature, and the strongest features of the one that is chosen.
+// The tokens of an answer, coloured by what the sliders changed or by a feature, and the strongest features of the one that is chosen.
 
 import { html, nothing } from "../vendor/lit-html/lit-html.js";
 import { addSlider, colourBy, hideToken, showToken } from "../actions.js";
-import { strongest, valueAt } from "../answers.js";
-import { keyOf, nameOf } from "../state.js";
+import { changeAt, mostOf, strongest, valueAt } from "../answers.js";
+import { CHANGED, keyOf, nameOf } from "../state.js";
 
 const SHADES = 10;
+const LIKELIER = 3; // powers of ten that have the strongest colour
+const REACH = 2; // times max_act: the same
 
 // One stop of the tab key, in which the arrows move from token to token.
-export function tokens(state, turn, side, most) {
+export function tokens(state, turn, side, top) {
   const { pieces, ended } = turn[side];
   const now = () => (state.token?.turn === turn.id && state.token.side === side ? state.token.index : -1);
   const chosen = now();
@@ -36,53 +38,89 @@ export function tokens(state, turn, side, most) {
     @pointerover=${(event) => event.pointerType === "mouse" && show(false)(event)}
     @click=${show(true)}
   >${pieces.map((piece, index) => {
-    const shade = state.colour ? shadeOf(valueAt(turn[side], piece, state.colour), most) : 0;
+    const shade = shadeOf(strengthOf(state, turn[side], piece), top);
     return html`<span
       role="option"
       id=${id(index)}
       data-index=${index}
       data-shade=${shade}
       aria-selected=${index === chosen}
-      >${piece.text}</span
+      >${blank(piece.text)}<span>${piece.text.trimStart()}</span></span
     >`;
-  })}${ended ? nothing : html`<span class="quiet" aria-hidden="true">▍</span>`}</div>`;
+  })}${tail(turn[side])}</div>`;
 }
 
-function shadeOf(value, most) {
-  return value > 0 && most > 0 ? Math.ceil((SHADES * value) / most) : 0;
+// The blanks before a word have no colour: at the end of a line they would be a mark of nothing.
+function blank(text) {
+  return text.slice(0, text.length - text.trimStart().length);
+}
+
+function tail({ ended, cut }) {
+  if (!ended) return html`<span class="quiet" aria-hidden="true">▍</span>`;
+  return cut ? html`<span class="quiet" title="The limit of tokens ends it here">…</span>` : nothing;
+}
+
+function strengthOf({ colour }, answer, piece) {
+  if (colour === CHANGED) return changeAt(answer, piece);
+  return colour ? valueAt(answer, piece, colour) : null;
+}
+
+function shadeOf(value, top) {
+  return value > 0 && top > 0 ? Math.min(SHADES, Math.ceil((SHADES * value) / top)) : 0;
+}
+
+// What has the strongest colour: the same for all answers, unless a feature's largest activation is unknown.
+export function topOf(state) {
+  if (state.colour === CHANGED) return LIKELIER;
+  if (!state.colour) return 0;
+  const known = maxActOf(state, state.colour);
+  return known ? REACH * known : mostOf(state.turns, state.colour);
+}
+
+function maxActOf({ sliders, labels }, feature) {
+  const key = keyOf(feature);
+  return labels.get(key)?.max_act ?? sliders.find((one) => keyOf(one) === key)?.maxAct ?? null;
 }
 
 // What colours the tokens, and what the strongest colour means.
-export function colours(state, most) {
+export function colours(state, top) {
+  const { colour } = state;
   const choices = new Map();
-  for (const one of [...(state.colour ? [state.colour] : []), ...state.sliders]) {
+  for (const one of [...(colour?.dictionary ? [colour] : []), ...state.sliders]) {
     choices.set(keyOf(one), { dictionary: one.dictionary, layer: one.layer, feature: one.feature });
   }
-  const choose = (event) => colourBy(choices.get(event.target.value) ?? null);
-  const chosen = state.colour ? keyOf(state.colour) : "";
+  const choose = ({ target }) => colourBy(target.value === CHANGED ? CHANGED : (choices.get(target.value) ?? null));
+  const chosen = colour?.dictionary ? keyOf(colour) : (colour ?? "");
   return html`
     <p class="row">
       <label>
         Colour tokens by
         <select id="colour" @change=${choose}>
-          <option value="" .selected=${!chosen}>nothing</option>
+          <option value=${CHANGED} .selected=${chosen === CHANGED}>what the sliders changed</option>
           ${[...choices].map(
             ([key, one]) =>
               html`<option .value=${key} .selected=${key === chosen}>${nameOf(one)} ${labelOf(state, one)}</option>`,
           )}
+          <option value="" .selected=${!chosen}>nothing</option>
         </select>
       </label>
-      ${state.colour ? scale(most) : nothing}
+      ${colour ? scale(...ends(state, top)) : nothing}
     </p>
   `;
 }
 
-function scale(most) {
-  return html`<span class="scale">0 <span class="bar" aria-hidden="true"></span> ${most.toPrecision(3)}</span>`;
+function ends(state, top) {
+  if (state.colour === CHANGED) return ["as likely", `${(10 ** LIKELIER).toLocaleString("en")} times likelier`];
+  return ["0", maxActOf(state, state.colour) ? `${REACH} × max_act` : top.toPrecision(3)];
 }
 
-function labelOf(state, feature) {
-  return state.labels.get(keyOf(feature))?.label ?? "";
+function scale(low, high) {
+  return html`<span class="scale">${low} <span class="bar" aria-hidden="true"></span> ${high}</span>`;
+}
+
+function labelOf({ sliders, labels }, feature) {
+  const key = keyOf(feature);
+  return labels.get(key)?.label ?? sliders.find((one) => keyOf(one) === key)?.label ?? "";
 }
 
 // The panel of the chosen token.
@@ -92,7 +130,9 @@ export function details(state) {
   const piece = answer?.pieces[state.token.index];
   if (!piece) return nothing;
   const found = strongest(answer, piece);
-  const none = state.reads
+  const none = turn.stored
+    ? "A stored answer has no features. Run it to read them."
+    : state.reads
     ? "Nothing was read here. The last token of an answer never is: the model has not read it."
     : "The answers are sent without their features.";
   return html`
@@ -101,10 +141,17 @@ export function details(state) {
         <strong>Token</strong> <code>${JSON.stringify(piece.text)}</code>
         <button class="small" @click=${hideToken}>Close</button>
       </p>
-      ${found.length ? nothing : html`<p class="quiet">${none}</p>`}
+      ${likelier(changeAt(answer, piece))} ${found.length ? nothing : html`<p class="quiet">${none}</p>`}
       <ul aria-label="Strongest features, after the edits">${found.map((one) => strong(state, one))}</ul>
     </aside>
   `;
+}
+
+function likelier(change) {
+  if (change === null) return nothing;
+  const times = Number((10 ** Math.abs(change)).toPrecision(2)).toLocaleString("en");
+  if (times === "1") return html`<p>The sliders left it as likely as before.</p>`;
+  return html`<p>The sliders made it <strong>${times} times ${change > 0 ? "likelier" : "less likely"}</strong>.</p>`;
 }
 
 function strong(state, one) {

@@ -36,7 +36,7 @@ from saesteer.plugin.http.entries import (
 )
 from saesteer.plugin.http.memory import MemoryGuard
 from saesteer.plugin.http.openapi import document
-from saesteer.plugin.http.playground import PREFIX, add_playground
+from saesteer.plugin.http.playground import PREFIX, add_playground, cases_of
 from saesteer.plugin.http.refusals import Handler, Refused, first_of, refuse, refusing
 from saesteer.plugin.http.routes import SERVED, Guard
 from saesteer.plugin.http.statuses import Statuses
@@ -114,7 +114,7 @@ def _add_routes(app: FastAPI, args: Any) -> None:
 
         add_neuronpedia(app)
     if config.playground:
-        add_playground(app)
+        add_playground(app, bool(app.state.saesteer_access[0]), cases_of(args.model, config.dictionaries))
         _log.info("The playground is at %s%s%s", _listens_at(args), (args.root_path or "").rstrip("/"), PREFIX)
 
 

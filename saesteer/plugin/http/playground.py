@@ -4,13 +4,18 @@ The page is files of saesteer/playground, read once. It calls the same routes as
 user types, so it needs no key itself; what it may load and run is only what this server sends.
 """
 
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from saesteer.config.sources import DictionarySource
+
+GALLERY = Path(__file__).parents[2] / "data" / "gallery.json"
 FOLDER = Path(__file__).parents[2] / "playground"
 PREFIX = "/saesteer/"
 
@@ -32,6 +37,7 @@ FILES = {
         "code.js",
         "actions.js",
         "views/page.js",
+        "views/gallery.js",
         "views/search.js",
         "views/sliders.js",
         "views/chat.js",
@@ -69,8 +75,23 @@ HEADERS = {
 }
 
 
-def add_playground(app: FastAPI) -> None:
-    """Add a route for each file; a path that a client makes up reaches none of them, and no folder."""
+def cases_of(model: str, dictionaries: Mapping[str, DictionarySource]) -> list[Any]:
+    """The stored cases whose model and dictionary a server has, as `tools/gallery.py` has made them."""
+    stored = json.loads(GALLERY.read_text())
+    same = {name for name, one in dictionaries.items() if Path(one.path).name == stored["file"]}
+    return [one for one in stored["cases"] if Path(model).name == stored["model"] and one["dictionary"] in same]
+
+
+def add_playground(app: FastAPI, key: bool, cases: Sequence[Any]) -> None:
+    """Add a route for each file; a path that a client makes up reaches none of them, and no folder.
+
+    Args:
+        app: the server's.
+        key: whether the server has keys, so that the page asks for one.
+        cases: what the page shows before the model has been asked.
+    """
+    start = json.dumps({"key": key, "gallery": cases}).encode()
+    app.add_route(f"{PREFIX}start.json", _serving(start, "application/json"), include_in_schema=False)
     for name, (file, kind) in FILES.items():
         app.add_route(PREFIX + name, _serving((FOLDER / file).read_bytes(), kind), include_in_schema=False)
     # By its last part, since a proxy may have put something in front of the path.
