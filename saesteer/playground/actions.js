@@ -132,7 +132,7 @@ export function load(found) {
       sliders: [one],
       stored: name,
     };
-    s.turns = [...s.turns.filter((other) => other.stored !== name), turn];
+    s.turns = [...s.turns.filter((other) => !other.stored), turn];
     set(s, turn);
     turn.body = bodyOf(s, [{ role: "user", content: question }]);
     s.status = `${name}: the stored answers are shown`;

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from saesteer.commands import demo
+from saesteer.commands.demo import whole
+from saesteer.commands.embedded import GALLERY, clamp
 
+CASES = json.loads(GALLERY.read_text())["cases"]
 WIDE = {**os.environ, "COLUMNS": "200"}
 
 
@@ -24,12 +26,23 @@ def test_demo_changes_the_models_mind() -> None:
         [sys.executable, "-m", "saesteer", "demo"], capture_output=True, text=True, env=WIDE, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
-    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│")]
-    plain, clamped = (" ".join(row[column] for row in rows) for column in (2, 3))
-    assert "ridge" in clamped
-    assert "ridge" not in plain.replace("feature", "")
-    assert "serve demo" in done.stdout
+    table = done.stdout[done.stdout.index("├") : done.stdout.index("╰")]
+    for case, rows in zip(CASES, table.split("├")[1:], strict=True):
+        cells = [line.split("│") for line in rows.splitlines() if line.startswith("│")]
+        named, plain, clamped = (" ".join(" ".join(row[column] for row in cells).split()) for column in (1, 2, 3))
+        assert f"feature {case['feature']} × {case['value']:g}" in named and case["question"] in named
+        assert (plain, clamped) == (" ".join(case["plain"].split()), " ".join(steered(case).split()))
+        assert case["label"].split(",")[0] in clamped.lower() and case["label"].split(",")[0] not in plain.lower()
+        assert {plain[-1], clamped[-1]} <= set(".!?"), "whole sentences"
+    *_, last = done.stdout.splitlines()
+    python = os.path.relpath(sys.executable)
+    assert last.strip() in ("saesteer serve demo", f"{python} -m saesteer serve demo")
     assert "INFO" not in done.stdout + done.stderr  # vLLM is silent
+
+
+def steered(case: dict[str, Any]) -> str:
+    """Its stored answer."""
+    return "".join(piece for piece, _ in case["steered"])
 
 
 @pytest.mark.slow
@@ -81,17 +94,16 @@ def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 
 @pytest.mark.slow
-def test_serve_demo_answers_what_the_demo_tells_to_send(server: str) -> None:
-    [line] = [line for line in demo.next_steps().splitlines() if "curl" in line]
-    body = json.loads(line[line.index("{") : line.rindex("}") + 1])
-    status, answer = post(server, body)
-    assert status == 200
-    assert "ridge" in answer["choices"][0]["message"]["content"]
-    plain = {key: value for key, value in body.items() if key != "saesteer"}
-    status, answer = post(server, plain)
-    assert status == 200
-    assert "ridge" not in answer["choices"][0]["message"]["content"]
-    body["saesteer"]["edits"][0]["feature"] = 9216
-    status, answer = post(server, body)
+def test_serve_demo_answers_as_the_playground_has_stored(server: str) -> None:
+    """With the fields that the page sends."""
+    sampling = {"temperature": 0, "repetition_penalty": 1.1, "max_tokens": 64}
+    for case in CASES:
+        body = {"model": "demo", "messages": [{"role": "user", "content": case["question"]}], **sampling}
+        spec = clamp(case["dictionary"], case["feature"], case["value"])
+        for sent, stored in ((body, case["plain"]), ({**body, "saesteer": spec}, steered(case))):
+            status, answer = post(server, sent)
+            assert (status, whole(answer["choices"][0]["message"]["content"])) == (200, stored)
+    spec["edits"][0]["feature"] = 9216
+    status, answer = post(server, {**body, "saesteer": spec})
     assert status == 400
     assert "saesteer.edits[0].feature" in json.dumps(answer)

@@ -4,13 +4,14 @@ Every text of the stand-in is markup. Screenshots are left in build/screenshots,
 """
 
 import json
+import math
 import os
 import re
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,13 @@ from saesteer.plugin.http.playground import add_playground
 MARKUP = "<img src=x onerror=\"document.title='run'\"><b id=made>&amp;</b>"
 KEY = "a-key-of-the-tests"
 BROKEN_KEY = "a-key-with-which-all-is-broken"
-FIRST_PAINT = 1.0  # seconds that it may take
+FIRST_ANSWER = 1.0  # seconds after which a stored one stands on the page
+# Notes when a token of a steered answer is first there.
+_WATCH = """new MutationObserver((_, watch) => {
+    if (!document.querySelector(".steered [role=option]")) return;
+    window.answered = performance.now();
+    watch.disconnect();
+}).observe(document, { childList: true, subtree: true });"""
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PATIENCE = 60_000  # milliseconds that a visitor waits, on a machine that may be busy
 PROMPT = 7  # tokens, of every request
@@ -47,21 +54,23 @@ def browser(**context: Any) -> Iterator[Any]:
         try:
             found = running.new_context(permissions=["clipboard-read", "clipboard-write"], **context)
             found.set_default_timeout(PATIENCE)
+            found.add_init_script(_WATCH)
             yield found.new_page()
         finally:
             running.close()
 
 
 def keep(page: Any, name: str) -> None:
-    """A screenshot for whoever wants to look."""
+    """Leave a screenshot, to be looked at."""
     folder = Path(os.environ.get("SAESTEER_SCREENSHOTS", "build/screenshots"))
     folder.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=folder / f"{name}.png", full_page=True)
 
 
-def first_paint(page: Any) -> float:
-    """Seconds from the visit of the page to its first content."""
-    return float(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")) / 1000
+def first_answer(page: Any) -> float:
+    """Seconds from the visit of the page to the first token of a steered answer."""
+    page.locator(".steered [role=option]").first.wait_for()
+    return float(page.evaluate("window.answered")) / 1000
 
 
 def ended(page: Any, exchange: Any) -> None:
@@ -79,7 +88,7 @@ def copied(page: Any, language: str) -> str:
     """The code of the last exchange's request, out of the clipboard."""
     from playwright.sync_api import expect
 
-    page.get_by_role("button", name=f"Copy as {language}").last.click()
+    page.get_by_role("button", name=f"Copy as {language}").first.click()
     page.get_by_text("Copied; it takes the key").wait_for()
     # What an earlier button copied may still stand there.
     expect(page.locator(".code textarea")).to_have_value(re.compile({"Python": "^import", "curl": "^curl"}[language]))
@@ -92,6 +101,20 @@ def _label(feature: int) -> dict[str, Any]:
     return {**known, "promotes": [MARKUP], "suppresses": [], "examples": [example], "score": 1.0}
 
 
+# One that the page shows before it has asked anything.
+CASE: dict[str, Any] = {
+    "name": MARKUP,
+    "dictionary": MARKUP,
+    "feature": 3,
+    "label": MARKUP,
+    "max_act": 12.5,
+    "value": 1.5,
+    "question": MARKUP,
+    "plain": f"plain {MARKUP}",
+    "steered": [[MARKUP, 2.9], [" less", -1.5]],
+    "dose": [{"site": MARKUP, "max": 0.9, "mean": 0.75, "tokens": 12}],
+    "applied": [{"edit": "saesteer.edits[0]", "site": MARKUP, "tokens_edited": 12, "tokens_cached": 0}],
+}
 UNTOUCHED = "untouched"  # the message for whose answer no edit has changed a token
 
 
@@ -110,11 +133,12 @@ def _answer(body: dict[str, Any]) -> Iterator[str]:
             }
             for n in range(len(parts))
         ]
+        ids = [done + n for n in range(len(parts))]
         done += len(parts)
+        logprobs = {"content": [{"token": token, "logprob": -1.0} for token in parts]}
         event: dict[str, Any] = {
-            "choices": [
-                {"index": 0, "delta": {"content": text}, "logprobs": {"content": [{"token": t} for t in parts]}}
-            ],
+            "prompt_token_ids": None if number else [0] * PROMPT,
+            "choices": [{"index": 0, "delta": {"content": text}, "logprobs": logprobs, "token_ids": ids}],
             "usage": {"prompt_tokens": PROMPT, "completion_tokens": done},
         }
         if rows and wanted:
@@ -141,16 +165,16 @@ def _applied(edit: int) -> dict[str, Any]:
     return {"edit": f"saesteer.edits[{edit}]", "op": "clamp", "site": MARKUP, **counts}
 
 
-def stand_in(asked: list[dict[str, Any]]) -> FastAPI:
+def stand_in(asked: list[dict[str, Any]], cases: Sequence[Any] = (), key: bool = True) -> FastAPI:
     """An app that looks like the server to the page; it wants a key, and keeps the bodies of chats in a list."""
     app = FastAPI()
-    add_playground(app)
+    add_playground(app, key, cases)
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Any:
         if request.headers.get("Authorization") == f"Bearer {BROKEN_KEY}":
             return JSONResponse({"error": {"message": MARKUP, "param": None, "code": 403}}, 403)
-        if request.url.path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {KEY}":
+        if key and request.url.path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {KEY}":
             return JSONResponse({"error": "Unauthorized"}, 401)
         return await call_next(request)
 
@@ -170,6 +194,14 @@ def stand_in(asked: list[dict[str, Any]]) -> FastAPI:
         if feature > 9:
             return JSONResponse({"error": {"message": MARKUP, "param": "query.feature", "code": "out_of_range"}}, 400)
         return {"features": [_label(feature)] if feature >= 0 else [_label(3), _label(4)] if q else []}
+
+    @app.post("/v1/completions")
+    async def without_edits(request: Request) -> Any:
+        """The tokens of the answer are each ten times less likely than the one before."""
+        body = await request.json()
+        assert body["prompt_logprobs"] == 0 and body["saesteer"] == {"defaults": False}
+        tokens = [{str(one): {"logprob": -1 - math.log(10) * one}} for one in body["prompt"]]
+        return {"choices": [{"prompt_logprobs": [None, *tokens[1:]]}]}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:

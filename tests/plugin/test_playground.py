@@ -16,14 +16,16 @@ from fastapi.testclient import TestClient
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
+from saesteer.config.sources import DictionarySource
 from saesteer.plugin.http import features
-from saesteer.plugin.http.playground import FILES, FOLDER, PREFIX
+from saesteer.plugin.http.playground import FILES, FOLDER, PREFIX, cases_of
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.conftest import random_coder
 
 STORED = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 OURS = [path for path in STORED if "vendor" not in path.parts]
 LISTED = "/v1/saesteer/dictionaries"
+EMBEDDED = "SmolLM2-135M-Instruct-b179c9523d0e-1"  # the folder of the embedded model
 # Of npm's lit-html 3.3.3, whose files are here as they are there.
 VENDORED = {
     "LICENSE": "2b66f9390afde29e",
@@ -55,6 +57,29 @@ def test_every_file_is_served_without_a_key_and_nothing_else(client: Any) -> Non
         assert client.post(PREFIX + name, json={}).status_code == 405
     kept = {path.relative_to(FOLDER).as_posix() for path in STORED} - {"vendor/lit-html/LICENSE"}
     assert {file for file, _ in FILES.values()} == kept, "what is not listed is not served"
+
+
+def test_it_begins_with_the_cases_that_fit_the_server(monkeypatch: pytest.MonkeyPatch, client: TestClient) -> None:
+    found = client.get(f"{PREFIX}start.json")
+    assert found.json() == {"key": True, "gallery": []} and found.headers["X-Content-Type-Options"] == "nosniff"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    wire = {"dictionaries": {"demo": str(DEMO_SAE)}, "playground": True}
+    app = app_of_vllm(monkeypatch, "--model", f"/cache/{EMBEDDED}", additional={"saesteer": wire})
+    first = TestClient(app).get(f"{PREFIX}start.json").json()
+    assert first["key"] is False
+    assert [case["name"] for case in first["gallery"]] == ["Cars", "Ocean", "Horse", "Forest", "Bridge"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "path"),
+    [
+        ("/cache/SmolLM2-135M-Instruct", "demo", str(DEMO_SAE)),  # the answers are of the embedded weights
+        (f"/cache/{EMBEDDED}", "other", str(DEMO_SAE)),  # and their specs name the dictionary
+        (f"/cache/{EMBEDDED}", "demo", "other/sae.safetensors"),
+    ],
+)
+def test_a_case_of_another_model_or_dictionary_is_left_out(model: str, name: str, path: str) -> None:
+    assert not cases_of(model, {name: DictionarySource(path)})
 
 
 @pytest.mark.parametrize("path", ["/saesteer", "/llm/saesteer"])

@@ -15,14 +15,15 @@ import pytest
 from tests.plugin.conftest import BRIDGE
 from tests.plugin.pages import (
     BROKEN_KEY,
-    FIRST_PAINT,
+    CASE,
+    FIRST_ANSWER,
     KEY,
     MARKUP,
     UNTOUCHED,
     browser,
     copied,
     ended,
-    first_paint,
+    first_answer,
     keep,
     listening,
     stand_in,
@@ -79,11 +80,15 @@ def visit(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def ask(page: Any, message: str) -> Any:
     """Send a message and wait for both answers; returns its exchange."""
-    found = page.locator("article").nth(page.locator("article").count())
+    from playwright.sync_api import expect
+
+    before = page.locator("article").count()
     page.locator("#message").fill(message)
     page.locator("#message").press("Enter")
-    ended(page, found)
-    return found
+    expect(page.locator("article")).to_have_count(before + 1)
+    newest = page.locator("article").first
+    ended(page, newest)
+    return newest
 
 
 def tab_to(page: Any, selector: str, backward: bool = False) -> None:
@@ -100,13 +105,19 @@ def fits(page: Any) -> bool:
 
 
 def test_the_demo(demo_server: httpx.Client, visit: Any) -> None:
-    """Search, slide, send, both answers and the heat map, a refusal, and what was copied runs."""
+    """A stored answer at once; then search, slide, run, what is marked, a refusal, and what was copied runs."""
     from playwright.sync_api import expect  # where it is not installed, `visit` has skipped the test
 
     page = visit(str(demo_server.base_url).rstrip("/"))
-    paint = first_paint(page)
-    print(f"first paint after {paint:.2f} s")
-    assert paint < FIRST_PAINT
+    seconds = first_answer(page)
+    print(f"first answer after {seconds:.2f} s")
+    assert seconds < FIRST_ANSWER
+    assert page.locator("#key").count() == 0, "this server has no key"
+    page.get_by_role("button", name="Horse: ").click()
+    expect(page.locator("fieldset legend")).to_contain_text("horse")
+    expect(page.locator("article .user")).to_contain_text("Tell me about yourself.")
+    keep(page, "desk-start")
+    page.get_by_role("button", name="Remove slider 1").click()
     page.locator("#words").fill("bridge")
     page.get_by_role("button", name="Search").click()  # enabled once the server has said what it has
     page.get_by_role("button", name=f"Add slider for demo {BRIDGE['feature']},").click()
@@ -114,16 +125,20 @@ def test_the_demo(demo_server: httpx.Client, visit: Any) -> None:
     slider.get_by_label("Value", exact=True).fill("2")
     expect(slider.get_by_label("Value as a number")).to_have_value("2")  # the page draws with the next frame
     page.locator("#message").fill("Who are you?")
-    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Run", exact=True).click()
     page.locator(".steered[aria-busy=true] [role=option]").first.wait_for()  # it streams
-    exchange = page.locator("article")
+    exchange = page.locator("article").first
     ended(page, exchange)
+    page.get_by_role("button", name="Run again").wait_for()
     plain, steered = text_of(exchange, "plain"), text_of(exchange, "steered")
     assert "bridge" in steered.lower() and "bridge" not in plain.lower()
-    hot = exchange.locator(".steered [data-shade='10'], .steered [data-shade='9']")
-    assert hot.count() > 10 > exchange.locator(".plain [data-shade='10'], .plain [data-shade='9']").count()
+    marked = strong(exchange, "steered").all_inner_texts()
+    assert "bridge" in " ".join(marked).lower() and len(marked) < 10, "what the clamp changed, not all that it touched"
+    page.locator("#colour").select_option(index=1)
+    expect(strong(exchange, "steered").nth(10)).to_be_visible()
+    assert strong(exchange, "plain").count() == 0
     assert "resid_post.15" in exchange.locator(".steered dl").inner_text()
-    hot.first.hover()
+    strong(exchange, "steered").first.hover()
     page.get_by_role("complementary", name="Features of the token").get_by_text("demo 3497").wait_for()
     exchange.locator(".steered [data-index='3']").tap()
     page.get_by_role("list", name="Strongest features").get_by_text("bridge").first.wait_for()
@@ -139,6 +154,11 @@ def test_the_demo(demo_server: httpx.Client, visit: Any) -> None:
     page.set_viewport_size(PHONE)
     assert fits(page)
     keep(page, "phone-dark")
+    page.get_by_role("button", name="Remove slider 1").click()
+    expect(page.locator("#colour")).to_have_value("changed")
+    page.get_by_role("button", name="Put back bridge 2 ×").click()
+    expect(slider.get_by_label("Value as a number")).to_have_value("2")
+    expect(page.locator("#message")).to_have_value("Who are you?")
 
 
 def _runs_what_was_copied(page: Any, expected: str) -> None:
@@ -162,36 +182,42 @@ def test_the_demo_by_keyboard_on_a_phone(demo_server: httpx.Client, visit: Any) 
     page = visit(str(demo_server.base_url).rstrip("/"))
     page.set_viewport_size(PHONE)
     keys = page.keyboard
+    tab_to(page, ".card[aria-label^='Ocean']")
+    keys.press("Enter")
+    tab_to(page, "[type=range]")
+    for _ in range(5):
+        keys.press("ArrowLeft")
+    tab_to(page, "fieldset [type=number]")
+    expect(page.locator("fieldset [type=number]")).to_have_value("1")
     tab_to(page, "#words")
-    keys.type("ocean")
+    keys.type("horse")
     keys.press("Enter")
     page.get_by_role("list", name="Features found").wait_for()
     tab_to(page, "[aria-label^='Add slider for demo']")
     keys.press("Enter")
-    tab_to(page, "[type=range]")
-    for _ in range(5):
-        keys.press("ArrowRight")
-    tab_to(page, "fieldset [type=number]")
-    expect(page.locator("fieldset [type=number]")).to_have_value("1.5")
+    expect(page.locator("fieldset")).to_have_count(2)
     tab_to(page, "#message")
-    keys.type("Who are you?")
     keys.press("Enter")
-    ended(page, page.locator("article"))
-    tab_to(page, "[aria-label^='Tokens of the steered']", backward=True)
+    expect(page.locator("article")).to_have_count(2)
+    ended(page, page.locator("article").first)
+    tab_to(page, "[aria-label^='Tokens of the steered']")
     keys.press("ArrowRight")
     keys.press("ArrowRight")
     page.get_by_role("list", name="Strongest features").locator("li").first.wait_for()
     chosen = page.locator(".steered [aria-selected=true]")
     expect(chosen).to_have_attribute("data-index", "2")
-    listbox = page.get_by_role("listbox", name="Tokens of the steered")
+    listbox = page.get_by_role("listbox", name="Tokens of the steered").first
     expect(listbox).to_have_attribute("aria-activedescendant", chosen.get_attribute("id"))
     assert fits(page)
     keep(page, "phone")
     keys.press("Escape")
     page.get_by_role("complementary").wait_for(state="hidden")
-    tab_to(page, "article button")
+    tab_to(page, "article > .row button")
     keys.press("Enter")
     page.get_by_text("Copied; it takes the key").wait_for()
+    tab_to(page, ".chips", backward=True)
+    keys.press("Enter")
+    page.get_by_text("Its sliders and its question are back").wait_for()
 
 
 @pytest.fixture
@@ -201,13 +227,19 @@ def asked() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def home(asked: list[dict[str, Any]]) -> Iterator[str]:
-    with listening(stand_in(asked)) as url:
+    with listening(stand_in(asked, [CASE])) as url:
         yield url
 
 
 def test_markup_is_text_and_the_key_stays_in_memory(home: str, asked: list[dict[str, Any]], visit: Any) -> None:
     """Labels, names, examples, answers and errors hold markup that would change the page's title."""
+    from playwright.sync_api import expect
+
     page = visit(home)
+    assert text_of(page, "plain") == CASE["plain"] and text_of(page, "steered") == f"{MARKUP} less"
+    assert "may break" in page.locator(".steered dl").inner_text()
+    page.get_by_role("button", name="Remove slider 1").click()
+    page.get_by_role("button", name="Clear").click()
     page.get_by_text("The server asks for its key.").wait_for()
     page.locator("#key").fill(BROKEN_KEY)
     page.locator("#key").press("Enter")
@@ -222,11 +254,16 @@ def test_markup_is_text_and_the_key_stays_in_memory(home: str, asked: list[dict[
     page.locator("#words").press("Enter")
     page.get_by_role("button", name="Add slider").nth(1).click()
     page.get_by_role("button", name="Add slider").first.click()
+    page.get_by_label("Continue the conversation").check()
     exchange = ask(page, MARKUP)
     assert text_of(exchange, "plain") == text_of(exchange, "steered") == f"{MARKUP} two🌉 three four"
-    shades = [one.get_attribute("data-shade") for one in exchange.locator(".steered [role=option]").all()]
+    assert shades(exchange) == [0, 4, 10, 10, 10], (
+        "1, 10 and more times likelier, of the last three at least 1000 times"
+    )
+    page.locator("#colour").select_option(index=2)
+    expect(page.locator(".scale")).to_have_text("0  2 × max_act")
+    assert shades(exchange) == [0, 1, 2, 3, 3]
     assert exchange.locator(".steered dl").inner_text().count(MARKUP) == 3, "where the dose is, and the edits"
-    assert len(shades) == 5 and shades == sorted(shades, key=lambda one: int(str(one)))
     exchange.locator(".steered [data-index='2']").click()
     page.get_by_role("list", name="Strongest features").get_by_text(MARKUP).first.wait_for()
     for language in ("Python", "curl"):
@@ -243,16 +280,26 @@ def test_markup_is_text_and_the_key_stays_in_memory(home: str, asked: list[dict[
     assert unread.locator(".error").all_inner_texts() == [MARKUP, MARKUP]
     broken = ask(page, "break")
     assert broken.locator(".error").all_inner_texts() == [MARKUP, MARKUP]
-    assert page.locator("#made").count() == page.locator("img").count() == 0
+    assert page.locator("#made").count() == page.locator("img[src=x]").count() == 0
     assert KEY not in page.content()
     _sent_as_shown(asked)
+
+
+def strong(exchange: Any, side: str) -> Any:
+    """The pieces of an answer that have the three strongest colours."""
+    return exchange.locator(", ".join(f".{side} [data-shade='{shade}']" for shade in (8, 9, 10)))
+
+
+def shades(exchange: Any) -> list[int]:
+    """How strongly each piece of the steered answer is coloured."""
+    return [int(one.get_attribute("data-shade")) for one in exchange.locator(".steered [role=option]").all()]
 
 
 def _sent_as_shown(asked: list[dict[str, Any]]) -> None:
     """The plain request has no edits, not even the server's own; refused turns are no part of the conversation."""
     plain, steered, *_ = sorted(asked[:2], key=lambda one: "edits" in one["saesteer"])
     assert plain["saesteer"]["defaults"] is False and "edits" not in plain["saesteer"]
-    clamp = {"op": "clamp", "dictionary": MARKUP, "value": 1, "unit": "max_act"}
+    clamp = {"op": "clamp", "dictionary": MARKUP, "value": 2, "unit": "max_act"}
     assert steered["saesteer"]["edits"] == [{**clamp, "feature": 4}, {**clamp, "feature": 3}]
     assert steered["saesteer"]["return"]["dose"] is True
     [read] = steered["saesteer"]["return"]["features"]
@@ -261,12 +308,15 @@ def _sent_as_shown(asked: list[dict[str, Any]]) -> None:
     assert sorted(map(len, turns)) == [3, 5], "the steered side has one turn less"
 
 
-def test_modes_scopes_and_layers_are_sent_as_the_language_has_them(
-    home: str, asked: list[dict[str, Any]], visit: Any
-) -> None:
-    page = visit(home)
-    page.locator("#key").fill(KEY)
-    page.locator("#key").press("Enter")
+def test_modes_scopes_and_layers_are_sent_as_the_language_has_them(asked: list[dict[str, Any]], visit: Any) -> None:
+    """On a server without keys, and without stored cases."""
+    with listening(stand_in(asked, key=False)) as home:
+        page = visit(home)
+        _send_modes(page, asked)
+        assert page.locator("#key").count() == page.locator(".card").count() == 0
+
+
+def _send_modes(page: Any, asked: list[dict[str, Any]]) -> None:
     page.locator("#dictionary").select_option("set")
     page.get_by_label("Layer").select_option("17")
     page.locator("#words").fill("5")
@@ -274,6 +324,7 @@ def test_modes_scopes_and_layers_are_sent_as_the_language_has_them(
     for number, (mode, scope) in enumerate([("scale", "user"), ("min", "generated"), ("add", "prompt")]):
         page.get_by_role("button", name="Add slider").first.click()
         slider = page.locator("fieldset").nth(number)
+        slider.get_by_text("Mode and scope").click()
         slider.get_by_label("Mode").select_option(mode)
         slider.get_by_label("Scope").select_option(scope)
         slider.get_by_label("Value as a number").fill("0.5")

@@ -32,7 +32,6 @@ export function chat(state) {
         (turn) => turn.id,
         (turn, place) => exchange(state, turn, top, place === 0),
       )}
-      ${details(state)}
     </section>
   `;
 }
@@ -42,7 +41,7 @@ function exchange(state, turn, top, newest) {
   return html`
     <article>
       <p class="user"><span class="unseen">You: </span>${turn.user} ${follows}</p>
-      <div class="answers">${SIDES.map((side) => answer(state, turn, side, top))}</div>
+      <div class="answers">${SIDES.map((side) => answer(state, turn, side, top))} ${details(state, turn)}</div>
       ${newest ? colours(state, top) : nothing}
       <p class="row">
         <button class="small" @click=${() => copy(turn, "python")}>Copy as Python</button>

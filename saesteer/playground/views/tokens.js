@@ -123,11 +123,12 @@ function labelOf({ sliders, labels }, feature) {
   return labels.get(key)?.label ?? sliders.find((one) => keyOf(one) === key)?.label ?? "";
 }
 
-// The panel of the chosen token.
-export function details(state) {
-  const turn = state.turns.find((one) => one.id === state.token?.turn);
-  const answer = turn?.[state.token.side];
-  const piece = answer?.pieces[state.token.index];
+// The panel of the chosen token, below the answers of its run.
+export function details(state, turn) {
+  if (state.token?.turn !== turn.id) return nothing;
+  const { side, index } = state.token;
+  const answer = turn[side];
+  const piece = answer.pieces[index];
   if (!piece) return nothing;
   const found = strongest(answer, piece);
   const none = turn.stored
@@ -136,7 +137,7 @@ export function details(state) {
     ? "Nothing was read here. The last token of an answer never is: the model has not read it."
     : "The answers are sent without their features.";
   return html`
-    <aside class="details" aria-live="polite" aria-label="Features of the token">
+    <aside class="details of-${side}" aria-live="polite" aria-label="Features of the token">
       <p class="row">
         <strong>Token</strong> <code>${JSON.stringify(piece.text)}</code>
         <button class="small" @click=${hideToken}>Close</button>
@@ -160,7 +161,7 @@ function strong(state, one) {
   const feature = { dictionary: one.dictionary, layer: one.layer, feature: one.feature };
   return html`
     <li>
-      <span><strong>${nameOf(one)}</strong> ${known?.label ?? ""}</span>
+      <span><strong>${known?.label ?? ""}</strong> <span class="quiet">${nameOf(one)}</span></span>
       <span class="quiet">${one.value.toPrecision(3)}${share}</span>
       <span class="row">
         <button class="small" aria-label=${`Colour tokens by ${nameOf(one)}`} @click=${() => colourBy(feature)}>
