@@ -212,7 +212,11 @@ function before(side) {
 
 // Asks how likely each token of the steered answer is without the edits: the difference is what they changed.
 async function mark({ steered, body }) {
-  if (!body.saesteer.edits.length || !steered.promptIds.length || !steered.ids.length || steered.error) return;
+  if (!body.saesteer.edits.length || steered.error || !steered.pieces.length) return;
+  if (!steered.promptIds.length || !steered.ids.length) {
+    change(() => (steered.unmarked = "the server has sent no token ids"));
+    return;
+  }
   try {
     const ids = [...steered.promptIds, ...steered.ids];
     const found = await promptLogprobs(unsteered(body.model, ids), running.signal);

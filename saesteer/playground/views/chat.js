@@ -111,7 +111,7 @@ function doseOf({ mean, max, tokens }) {
   if (!tokens || mean === null || max === null) return "none: no token was changed";
   const [, verdict] = ZONES.find(([below]) => mean < below);
   return html`
-    <meter min="0" max="1" low=${ZONES[1][0]} high=${ZONES[2][0]} optimum="0.55" .value=${mean}></meter>
+    <meter aria-label="Dose" min="0" max="1" low=${ZONES[1][0]} high=${ZONES[2][0]} optimum="0.55" .value=${mean}></meter>
     ${mean.toPrecision(2)}, ${verdict} <span class="quiet">(${max.toPrecision(2)} at most)</span>
   `;
 }
