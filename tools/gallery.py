@@ -1,7 +1,7 @@
-"""Makes saesteer/data/gallery.json, what the playground shows before anything is asked: cases, with their answers.
+"""Makes saesteer/data/gallery.json, what the playground shows before the model has answered: cases with stored answers.
 
-Each answer is the embedded model's, as `saesteer demo` asks for it, up to its last whole sentence. Beside each token of
-a steered one stands log10 of how many times likelier the clamp made it than it is in the same text without edits.
+Each answer is the embedded model's, to the requests of `saesteer demo`, up to its last whole sentence. Beside each
+token of a steered one stands log10 of how many times likelier it is than in the same text without edits.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`saesteer demo`: the stored cases of the playground, each asked of the embedded model as it is and with its clamp."""
+"""`saesteer demo`: the stored cases of the playground, put to the embedded model without and with their clamps."""
 
 import json
 import os

@@ -87,8 +87,8 @@ def add_playground(app: FastAPI, key: bool, cases: Sequence[Any]) -> None:
 
     Args:
         app: the server's.
-        key: whether the server has keys, so that the page asks for one.
-        cases: what the page shows before the model has been asked.
+        key: whether the server has keys, so that the page has a field for one.
+        cases: what the page shows before the model has answered.
     """
     start = json.dumps({"key": key, "gallery": cases}).encode()
     app.add_route(f"{PREFIX}start.json", _serving(start, "application/json"), include_in_schema=False)
