@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ ROOF = {
     **dict.fromkeys(("256 x 1", "8192 x 1", "16 x reconstruct", "8192 x reconstruct"), -6),
 }
 MANY = 16  # requests of a step whose sites or edits are varied
+LENGTHS = {"tokens": "tokens of an answer, {} requests", "at_once": "requests, {} tokens out"}  # along the x axes
 COSTS = ("idle", "clamp", "named")  # modes of a step whose requests are varied
 
 
@@ -181,9 +183,18 @@ def size(row: Row) -> tuple[int, int]:
     return row["sites"], row.get("set", 0)
 
 
+def _commits(rows: Iterable[Row]) -> str:
+    return ", ".join(dict.fromkeys(f"{row['commit']} on one {row['gpu']}" for row in rows))
+
+
 def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each model."""
     return {model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)}
+
+
+def several(rows: Sequence[Row], along: str) -> bool:
+    """Whether rows are a curve: one point is a figure for a table, and its panel stays empty."""
+    return len({row[along] for row in rows}) > 1
 
 
 def varied(rows: Sequence[Row], first: str, prefix: str, last: str = "") -> list[Row]:
@@ -199,6 +210,18 @@ def varied(rows: Sequence[Row], first: str, prefix: str, last: str = "") -> list
     return sorted(found, key=lambda row: row["varied"])
 
 
+def _varied(rows: Sequence[Row], kind: str) -> list[Row]:
+    return varied(rows, "", "vectors", "named") if kind == "sites" else varied(rows, "clamp", "clamps")
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, bool]:
+    served = [row for row in rows if row["served"] and row["mode"] in COSTS]
+    return {
+        "requests": several(served, "requests"),
+        **{kind: several(_varied(rows, kind), "varied") for kind in ("sites", "edits")},
+    }
+
+
 def draw_costs(rows: Sequence[Row], out: Path) -> None:
     """A line for each model, with panels for requests, sites and edits; solid is what is served, with the smallest and
     largest round, dashed what the same step would take with all ops. Each point is the newest of its kind, so a curve
@@ -207,8 +230,11 @@ def draw_costs(rows: Sequence[Row], out: Path) -> None:
     edited = [row for row in usual if row["requests"] == MANY and row["mode"].startswith(("clamps-", "vectors-"))]
     shown = [row for row in usual if row["mode"] in COSTS] + edited
     found = last(latest(shown, "model", "mode", "requests"), "model", "mode", "requests", "set", "sites")
-    measured = ", ".join(dict.fromkeys(f"{row['commit']} on one {row['gpu']}" for row in found))
-    title = f"What a step takes longer with edits, GPU time; dashed: with all ops in the graph\nMeasured: {measured}"
+    curves = {model: _curves(own) for model, own in by_model(found).items()}
+    found = [row for row in found if any(curves[row["model"]].values())]
+    title = (
+        f"What a step takes longer with edits, GPU time; dashed: with all ops in the graph\nMeasured: {_commits(found)}"
+    )
     with sheet(out, title, 3, len({row["model"] for row in found})) as axes:
         for (requests, sites, edits), (model, own) in zip(axes, by_model(found).items(), strict=True):
             modes = [name for name in COSTS if any(row["mode"] == name for row in own)]
@@ -221,16 +247,18 @@ def draw_costs(rows: Sequence[Row], out: Path) -> None:
                 xs = [row["requests"] for row in whole]
                 requests.plot(xs, [row["percent"] for row in whole], color=colour, marker="_", ls=DASHED, lw=1.2)
             requests.legend(frameon=False, fontsize=9)
-            requests.set_ylabel(f"{model}: % over a step without ops")
             named(requests, "against requests", "requests that decode")
-            for axis, mine, colour, label in (
-                (sites, varied(own, "", "vectors", "named"), COLOURS[2], "layers at which each adds a vector"),
-                (edits, varied(own, "clamp", "clamps"), COLOURS[1], "clamps of each, at one layer"),
+            requests.set_visible(curves[model]["requests"])
+            for axis, kind, colour, label in (
+                (sites, "sites", COLOURS[2], "layers at which each adds a vector"),
+                (edits, "edits", COLOURS[1], "clamps of each, at one layer"),
             ):
-                line(axis, mine, "varied", "percent", ("low", "high"), color=colour)
+                line(axis, _varied(own, kind), "varied", "percent", ("low", "high"), color=colour)
                 named(axis, f"{MANY} requests", label)
                 axis.set_ylim(bottom=0)
-                axis.set_visible(len(mine) > 1)  # one point is in the panel of requests as well
+                axis.set_visible(curves[model][kind])
+            first = next(axis for axis in (requests, sites, edits) if axis.get_visible())
+            first.set_ylabel(f"{model}: % over a step without ops")
 
 
 def swept(row: Row) -> bool:
@@ -239,28 +267,44 @@ def swept(row: Row) -> bool:
 
 
 def draw_lengths(rows: Sequence[Row], out: Path) -> None:
-    """A line for each model: time per token against tokens of an answer and against requests; dashed is eager."""
-    found = by_model(last(latest(rows, "model"), "model", "mode", "tokens", "at_once", "eager"))
-    with sheet(out, f"Time per token on one {rows[-1]['gpu']}; dashed: without CUDA graphs", 2, len(found)) as axes:
-        for pair, (model, own) in zip(axes, found.items(), strict=True):
-            for axis, along, fixed in zip(pair, ("tokens", "at_once"), ("at_once", "tokens"), strict=True):
-                counted = [row[fixed] for row in own]
-                usual = max(counted, key=counted.count)
-                mine = sorted((row for row in own if row[fixed] == usual), key=lambda row: row[along])
-                for eager in (False, True):
-                    for mode, colour in zip(("stock", "idle", "named"), (INK, *COLOURS), strict=False):
-                        shown = [
-                            row | _token(row["per_token"], mode)
-                            for row in mine
-                            if row["eager"] == eager and row["mode"] == ("named" if mode == "stock" else mode)
-                        ]
-                        if shown:
-                            how = {"ls": DASHED} if eager else {"label": mode}
-                            line(axis, shown, along, "ms", ("low", "high"), color=colour, **how)
-                words = {"tokens": f"tokens of an answer, {usual} requests", "at_once": f"requests, {usual} tokens out"}
-                named(axis, model, words[along])
-            pair[0].set_ylabel("ms per token")
-            pair[0].legend(frameon=False, fontsize=9)
+    """A line for each model: time per token against tokens of an answer and against requests; dashed is eager. Each
+    point is the newest of its kind."""
+    kind = ("model", "mode", "tokens", "at_once", "eager")
+    sides = {model: _sides(own) for model, own in by_model(last(latest(rows, *kind), *kind)).items()}
+    sides = {model: own for model, own in sides.items() if own}
+    measured = _commits(row for own in sides.values() for mine in own.values() for row in mine)
+    title = f"Time per token; dashed: without CUDA graphs\nMeasured: {measured}"
+    with sheet(out, title, 2, len(sides)) as axes:
+        for pair, (model, own) in zip(axes, sides.items(), strict=True):
+            for axis, (along, words) in zip(pair, LENGTHS.items(), strict=True):
+                mine = own.get(along, [])
+                axis.set_visible(bool(mine))
+                for eager, (mode, colour) in product(
+                    (False, True), zip(("stock", "idle", "named"), (INK, *COLOURS), strict=False)
+                ):
+                    shown = [
+                        row | _token(row["per_token"], mode)
+                        for row in mine
+                        if row["eager"] == eager and row["mode"] == ("named" if mode == "stock" else mode)
+                    ]
+                    if shown:
+                        how = {"ls": DASHED} if eager else {"label": mode}
+                        line(axis, shown, along, "ms", ("low", "high"), color=colour, **how)
+                if mine:
+                    named(axis, model, words.format(mine[0]["at_once" if along == "tokens" else "tokens"]))
+                    axis.set_ylabel("ms per token")
+                    axis.legend(frameon=False, fontsize=9)
+
+
+def _sides(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found = {}
+    for along, fixed in (("tokens", "at_once"), ("at_once", "tokens")):
+        counted = [row[fixed] for row in rows]
+        usual = max(counted, key=counted.count)
+        mine = sorted((row for row in rows if row[fixed] == usual), key=lambda row: row[along])
+        if several(mine, along):
+            found[along] = mine
+    return found
 
 
 def _token(found: Row, mode: str) -> Row:

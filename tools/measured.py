@@ -1,6 +1,6 @@
 """Tables of what was measured, from the JSON lines in bench/results; each line has its spread and its commit.
 
-Of a file that grows, the last row of each case counts; of steps, all rows of the last commit. Knows nothing of the
+Of a file that grows, the last row of each case counts; of steps, all rows of a mode's last commit. Knows nothing of the
 pages, and measures nothing.
 """
 
@@ -54,12 +54,12 @@ def joined(rows: Iterable[Row], *keys: str) -> list[Row]:
 def steps() -> Table:
     """GPU time of a step of 16 requests: what the ops of the set that is replayed add, and what all ops would.
 
-    All lines of a model are of the commit at which it was last measured, by all engines that measured it there: the
-    same kernels differ by microseconds from one engine's graphs to the next one's.
+    A line is of the commit at which its mode was last measured, by all engines that measured it there: the same kernels
+    differ by microseconds from one engine's graphs to the next one's.
     """
     head = ("edits in each request", "model", "smallest set, as served", "graphs with all ops", "commit")
     found = [row for row in stored("steps.jsonl") if row["requests"] == 16 and row.get("prompt_tokens", 256) == 256]
-    found = latest([row for row in found if row["mode"] in COSTS], "model")
+    found = latest([row for row in found if row["mode"] in COSTS], "model", "mode")
     found = joined(found, "model", "mode", "set", "sites")
     lines: list[Sequence[object]] = []
     for model, label in MODELS.items():

@@ -51,7 +51,7 @@ def test_lengths_are_those_with_and_without_graphs(write: Any) -> None:
 
 
 def test_steps_show_what_is_served_and_what_all_ops_would_take(write: Any) -> None:
-    """Sets with as many sites are two, and a model's newest commit has all lines, though an older one had more."""
+    """Sets with as many sites are two, and each mode's newest commit has its line."""
     rows = [
         {"model": model, "mode": mode, "requests": requests, "set": number, "sites": sites, "served": number == 1}
         | {"percent": number / 10, "low": 0.0, "high": 5.0, "commit": commit, "gpu": "none"}
@@ -65,6 +65,7 @@ def test_steps_show_what_is_served_and_what_all_ops_would_take(write: Any) -> No
     shown = ("0.10 (0.00 to 5.00)", "0.40 (0.00 to 5.00)")
     assert lines == [
         ("one clamp, at one layer", "4B", *shown, "new"),
+        ("a module of vectors for all layers, by name", "4B", *shown, "old"),
         ("one clamp, at one layer", "27B", *shown, "old"),
         ("a module of vectors for all layers, by name", "27B", *shown, "old"),
     ]

@@ -113,10 +113,22 @@ def test_curves_of_costs_keep_their_points_when_few_are_measured_anew(tmp_path: 
     assert "old on one none, new on one none" in (tmp_path / "costs.svg").read_text()
 
 
-def test_what_is_stored_has_curves(tmp_path: Path, curves: Any) -> None:
-    plot.draw_costs(plot.read(RESULTS / "steps.jsonl"), tmp_path / "costs.svg")
-    varied = [rows for along, rows in curves if along == "varied" and rows[0]["model"] == "gemma-3-4b"]
-    assert len(varied) == 2 and all(len(rows) >= 3 for rows in varied)
+def test_no_stored_chart_has_a_curve_of_one_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none is empty: a panel without a curve is left out."""
+    drawn: list[tuple[Any, set[float]]] = []
+    original = plot.line
+
+    def line(axis: Any, rows: list[dict[str, Any]], along: str, *rest: Any, **how: Any) -> None:
+        drawn.append((axis, {row[along] for row in rows}))
+        original(axis, rows, along, *rest, **how)
+
+    monkeypatch.setattr(plot, "line", line)
+    for name in ("kernels", "costs", "lengths"):
+        drawn.clear()
+        source, needed, draw = plot.CHARTS[f"{name}.svg"]
+        draw([row for row in plot.read(RESULTS / source) if needed(row)], tmp_path / f"{name}.svg")
+        shown = [points for axis, points in drawn if axis.get_visible()]
+        assert shown and all(len(points) > 1 for points in shown), name
 
 
 def test_the_last_commit_of_equal_keys_is_taken() -> None:
