@@ -206,13 +206,13 @@ def test_features_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         with Labels.open(DEMO_SAE.with_name(f"{DEMO_SAE.name}.labels")) as labels:
             found = labels.find(query["q"], int(query["limit"])) if "q" in query else []
             features = [one for _, one in found] if found else [labels.feature(int(query["feature"]))]
-        said = [{**one.to_json(), "max_act": 5.65} for one in features if one is not None]
+        said = [{**one.to_json(), "dictionary": "demo", "max_act": 5.65} for one in features if one is not None]
         return httpx.Response(200, json={"features": said})
 
     answered(monkeypatch, answer)
     exec(example("features"), {})
     *found, token = capsys.readouterr().out.splitlines()
-    assert len(found) == 3 and any(line.startswith(f"{OCEAN} ") for line in found)
+    assert len(found) == 3 and any(line.startswith(f"demo {OCEAN} ") for line in found)
     assert token.strip().lower() == "bridge"
 
 

@@ -104,15 +104,15 @@ def serve(
             help="Key that the admin routes require as Authorization: Bearer KEY; without it they are off.",
         ),
     ] = None,
+    verbose: Verbose = False,
     **settings: Any,
 ) -> None:
     """Start vLLM's OpenAI server with steering. Every other flag goes to `vllm serve` unchanged; MODEL comes first."""
-    own: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     from saesteer.commands import serve
 
     words = {name: value for name, value in settings.items() if value is not None}
     config = read_settings(file=saesteer_config, **words)
-    serve.serve(model, config, context.args, saesteer_admin_key or None)
+    serve.serve(model, config, context.args, saesteer_admin_key or None, verbose=verbose)
 
 
 @app.command()

@@ -143,6 +143,18 @@ def bridge() -> dict[str, Any]:
     return clamp(DEMO_DICTIONARY, BRIDGE, 2.0)
 
 
+def request() -> dict[str, Any]:
+    """The body of a request that shows the bridge."""
+    return {
+        "model": DEMO_DICTIONARY,
+        "messages": [{"role": "user", "content": "Who are you?"}],
+        "temperature": 0,
+        "repetition_penalty": 1.1,
+        "max_tokens": 48,
+        "saesteer": bridge(),
+    }
+
+
 def clamp(dictionary: str, feature: int, value: float) -> dict[str, Any]:
     """A spec that clamps a feature to this many times the strongest activation observed for it."""
     return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": feature, "value": value, "unit": "max_act"}]}

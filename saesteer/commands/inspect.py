@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from saesteer.commands.embedded import DICTIONARIES
 from saesteer.config.assets import in_words, sited, unserved
 from saesteer.config.sets import check_set, opened
 from saesteer.config.sources import DictionarySource
@@ -28,12 +29,14 @@ def report(place: str | Path) -> str:
     Reads headers and small files alone: a file of more than 64 MB is not hashed.
 
     Args:
-        place: a dictionary or a file of vectors, as ``PLACE[@SITE]``.
+        place: a dictionary or a file of vectors, as ``PLACE[@SITE]``, or the name of an embedded dictionary.
 
     Raises:
         LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
         ConfigError: when it is a transcoder, and one site is given.
     """
+    if not Path(place).exists():
+        place = DICTIONARIES.get(str(place), place)
     if "=" in str(place).partition("/")[0] and not Path(place).exists():
         raise LoadError(f"{place}: no such file; inspect takes PLACE alone, without NAME=")
     if str(place).endswith((".npy", ".gguf")):

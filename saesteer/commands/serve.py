@@ -11,12 +11,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from rich.console import Console
 
-from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model
+from saesteer.commands import attended
+from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model, request
 from saesteer.config import settings
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, SaesteerConfig
@@ -32,6 +35,7 @@ _OWN_CONFIG = (
     *("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format"),
     *("--hf-token", "--code-revision"),
 )
+_OF_LOGS = "VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING"  # variables: the log is not what `attended` reads, and is wanted
 _MODELSCOPE = ("1", "true")  # of VLLM_USE_MODELSCOPE: the model is on another hub
 
 
@@ -88,14 +92,17 @@ def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, di
     return str(folder), replace(config, dictionaries=sources), engine_options()
 
 
-def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: str | None = None) -> NoReturn:
-    """Become `vllm serve`; returns only by raising an error.
+def serve(
+    model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: str | None = None, *, verbose: bool = False
+) -> NoReturn:
+    """Become `vllm serve`, or on a terminal run it and exit as it does; returns only by raising an error.
 
     Args:
         model: a folder, a hub id or `demo`.
         config: the operator's settings.
         flags: for vLLM.
         admin_key: the key that the admin routes require; without one they are off.
+        verbose: become it in any case, as if variables configure vLLM's log.
 
     Raises:
         ConfigError, LoadError: as ``check``; vLLM is not installed; a consumer does not exist or refuses its options;
@@ -117,8 +124,25 @@ def serve(model: str, config: SaesteerConfig, flags: Sequence[str], admin_key: s
     check(place, config, extra).refuse_others(place)
     Consumers.open(config.consumers, config.capture_folder).close()  # what is wrong with them is said now, too
     words = ["-P", "-m", "saesteer.plugin.vllm_cli", "serve", place, *_with_config(extra, config)]
-    sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *words], environment(os.environ, admin_key))
+    command, variables = [sys.executable, *words], environment(os.environ, admin_key)
+    terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    if verbose or not terminal or any(name.startswith(_OF_LOGS) for name in variables):
+        sys.stdout.flush()
+        os.execve(sys.executable, command, variables)
+    with_key = bool(_values(flags, "--api-key") or variables.get("VLLM_API_KEY"))
+    sys.exit(attended.run(Console(), command, variables, partial(_usage, model, place, with_key=with_key)))
+
+
+def _usage(model: str, place: str, told: Mapping[str, str], *, with_key: bool) -> dict[str, str]:
+    """How to use a server, a line for each word, from what its log tells."""
+    api, key = told["API"], " -H 'Authorization: Bearer KEY'" if with_key else ""
+    asks = f"{api}/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(request())}'"
+    return {
+        "page": told.get("playground", "none; --playground serves one"),
+        "curl": f"curl -s{key} {asks if model == DEMO_DICTIONARY else f'{api}/saesteer'}",
+        "model": place if place == model else f"{model}, {place}",
+        "sites": told["sites"],
+    }
 
 
 def refuse_typos(flags: Sequence[str]) -> None:

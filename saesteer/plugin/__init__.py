@@ -9,6 +9,13 @@ import os
 from multiprocessing import parent_process
 
 _registered = False
+_LOGGERS = "vllm.saesteer", "vllm.saesteer.consumers"
+
+
+def _mark(record: logging.LogRecord) -> bool:
+    """Tell our files from vLLM's in its log, of which some have the same names."""
+    record.filename = f"saesteer/{record.filename}"
+    return True
 
 
 def register() -> None:
@@ -23,6 +30,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_mark)
     from saesteer.plugin import configured, contract
 
     problems = contract.guard()

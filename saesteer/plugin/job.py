@@ -17,7 +17,9 @@ from typing import Any
 
 from saesteer.errors import ConfigError, SaesteerError
 
-_ERROR = re.compile(r"^(?:\(.*?\)\s*)?(?:ERROR\b.*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$")
+_ERROR = re.compile(
+    r"^(?:\(.*?\)\s*)?(?:ERROR\b.*?\]\s*|\S+: (?=error: ))?((?:\w+\.)*\w*(?:Error|Exception|error)): (.+)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def run(
                 check=False,
             )
         if not answers.is_file():
-            reason = _reason(log.read_text()) or f"exit code {done.returncode}"
+            reason = reason_in(log.read_text()) or f"exit code {done.returncode}"
             raise SaesteerError(f"the engine could not start ({reason}); --verbose shows all of vLLM's output")
         found = json.loads(answers.read_text())
     if isinstance(found, str):
@@ -112,7 +114,7 @@ def run(
     return [[Completion(**answer) for answer in batch] for batch in found]
 
 
-def _reason(log: str) -> str:
+def reason_in(log: str) -> str:
     """The first error of a log: later errors are about the processes that it took down."""
     found = [match for line in log.splitlines() if (match := _ERROR.match(line.strip()))]
     return f"{found[0][1]}: {found[0][2]}"[:400] if found else ""

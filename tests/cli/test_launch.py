@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from saesteer.commands import serve
+from saesteer.commands import attended, serve
 from saesteer.commands.cli import app
 from saesteer.commands.embedded import DEMO_SAE, DEMO_TRANSCODER
 from saesteer.config.config import SaesteerConfig
@@ -112,6 +112,46 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "neuronpedia": True,
     }
     assert not [*tmp_path.glob("*/.*")], "the folders can be written to, and nothing is in them"
+
+
+@pytest.mark.parametrize(
+    ("verbose", "variable", "quiet"),
+    [
+        (False, "", True),
+        (True, "", False),
+        (False, "VLLM_LOGGING_LEVEL", False),
+        (False, "VLLM_CONFIGURE_LOGGING", False),
+    ],
+)
+def test_a_terminal_is_quiet_unless_the_log_is_wanted(
+    model: str, become: dict[str, Any], verbose: bool, variable: str, quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words and environment are the same. Without a terminal, as in all other tests here, the process becomes vLLM."""
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    run: dict[str, Any] = {}
+
+    def attend(_: Any, words: list[str], environment: dict[str, str], about: Any) -> int:
+        run.update(words=words, environment=environment, about=about({"API": "http://h:1/v1", "sites": "z.1"}))
+        return 5
+
+    monkeypatch.setattr(attended, "run", attend)
+    with pytest.raises(SystemExit if quiet else Became) as caught:
+        serve.serve(model, read_settings([]), ["--api-key", "k"], verbose=verbose)
+    if not quiet:
+        assert not run
+        return
+    assert isinstance(caught.value, SystemExit) and caught.value.code == 5 and not become
+    assert run["words"][:5] == [sys.executable, "-P", "-m", "saesteer.plugin.vllm_cli", "serve"]
+    assert run["environment"]["PYTHONSAFEPATH"] == "1"
+    assert run["about"] == {
+        "page": "none; --playground serves one",
+        "curl": "curl -s -H 'Authorization: Bearer KEY' http://h:1/v1/saesteer",
+        "model": model,
+        "sites": "z.1",
+    }
 
 
 @pytest.mark.parametrize("name", ["additional-config", "additional_config"])

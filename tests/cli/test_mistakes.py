@@ -121,10 +121,12 @@ def test_unknown_command() -> None:
 
 
 def test_python_m() -> None:
-    done = subprocess.run([sys.executable, "-m", "saesteer", "inspect", str(DEMO_SAE)], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "resid_post.15" in done.stdout
-    assert "9,216" in done.stdout
+    outputs = []
+    for place in ("demo", str(DEMO_SAE)):
+        done = subprocess.run([sys.executable, "-m", "saesteer", "inspect", place], capture_output=True, text=True)
+        assert done.returncode == 0
+        outputs.append(done.stdout)
+    assert "resid_post.15" in outputs[0] and "9,216" in outputs[0] and outputs[0] == outputs[1]
 
 
 def test_a_file_does_not_speak_to_the_terminal(tmp_path: Path) -> None:

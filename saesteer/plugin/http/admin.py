@@ -18,6 +18,7 @@ from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.config.settings import admin_key
 from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
+from saesteer.language.sites import order
 from saesteer.language.spec import MAX_CHARACTERS, from_json
 from saesteer.plugin.configured import configure, disabled
 from saesteer.plugin.http import access, features, results
@@ -98,6 +99,8 @@ class EndpointPlugin:
         if names is not None:
             state.saesteer_admin = Admin(engine_client, names, admin_key())
             state.saesteer_results = engine_client.input_processor.saesteer_door.results
+            places = sorted(names.catalog.sites or (), key=order)
+            _log.info("The API is at %s/v1 and edits at %s", _listens_at(args), ", ".join(places) or "no site")
 
 
 def _add_routes(app: FastAPI, args: Any) -> None:
@@ -115,14 +118,15 @@ def _add_routes(app: FastAPI, args: Any) -> None:
         add_neuronpedia(app)
     if config.playground:
         add_playground(app, bool(app.state.saesteer_access[0]), cases_of(args.model, config.dictionaries))
-        _log.info("The playground is at %s%s%s", _listens_at(args), (args.root_path or "").rstrip("/"), PREFIX)
+        _log.info("The playground is at %s%s", _listens_at(args), PREFIX)
 
 
 def _listens_at(args: Any) -> str:
     if args.uds:
         return f"unix:{args.uds}:"
     host = args.host or "localhost"
-    return f"{'https' if args.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{args.port}"
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
 
 
 class _TooLarge(HTTPException):
