@@ -181,7 +181,7 @@ def post(address: str, body: dict[str, Any]) -> tuple[int, Any]:
 
 @pytest.mark.slow
 def test_serve_demo_on_a_terminal() -> None:
-    """Six lines, of which one asks for the bridge. Requests are answered as the page has stored; Ctrl-C leaves nothing."""
+    """Six lines, of which one asks for the bridge. Others are answered as the page has stored them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
