@@ -94,6 +94,14 @@ class Client(Connection[httpx.Client]):
         """
         return self._send("GET", "models", then=model_names)
 
+    def describe(self) -> dict[str, Any]:
+        """What the server is and has: version, models, dictionaries, sites, limits, routes.
+
+        Raises:
+            ServerError: the server failed, or did not answer.
+        """
+        return self._send("GET", "saesteer", then=dict)
+
     def features(
         self,
         dictionary: str | None = None,
@@ -270,6 +278,7 @@ class AsyncClient(Connection[httpx.AsyncClient]):
     stream = _iterated(Client.stream)
     stream_complete = _iterated(Client.stream_complete)
     models = _awaited(Client.models)
+    describe = _awaited(Client.describe)
     features = _awaited(Client.features)
     delete_result = _awaited(Client.delete_result)
     register_vector = _awaited(Client.register_vector)

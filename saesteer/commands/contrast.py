@@ -98,12 +98,22 @@ class _Work:
         last: bool = False,
         verbose: bool = False,
     ) -> None:
-        if out.suffix != ".safetensors":
-            raise ConfigError(f"--out {out}: expected the name of a file that ends in .safetensors")
-        check_folder("--out", out)
-        lines = {"positive": read_lines("--positive", positive), "negative": read_lines("--negative", negative)}
-        self._console, self._model, self._out, self._last, self._verbose = console, model, out, last, verbose
         named = [site for word in sites for site in word.split(",") if site]
+        lines: dict[str, list[tuple[int, str]]] = {}
+        wrong: list[str] = []  # all of it at once
+        for part in (
+            lambda: _check_out(out),
+            lambda: expand_sites(named, 1),
+            lambda: lines.update(positive=read_lines("--positive", positive)),
+            lambda: lines.update(negative=read_lines("--negative", negative)),
+        ):
+            try:
+                part()
+            except ConfigError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+        self._console, self._model, self._out, self._last, self._verbose = console, model, out, last, verbose
         config = SaesteerConfig().changed({"reads": named})
         self._place, _, self._options = resolve(model, config)
         check(self._place, config)
@@ -144,6 +154,12 @@ class _Work:
             use += f" {flag} {','.join(others)}"
         for line in (f"{words} in {self._out}", f"Serve: {use}"):
             self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"--out {out}: expected the name of a file that ends in .safetensors")
+    check_folder("--out", out)
 
 
 def found_at(site: str, positive: Rows, negative: Rows, fit: Callable[[Rows, Rows], Direction]) -> Found:

@@ -6,6 +6,7 @@ It stands for a dictionary and an index: ``np:MODEL/SOURCE`` is a name of the di
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from saesteer.language.fields import fail, show
 
@@ -28,12 +29,10 @@ def one(given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
     """
     feature = given.get("feature")
     if not _is_address(feature):
-        if isinstance(feature, str):
-            fail(
-                f"{at}.feature",
-                "wrong_type",
-                f"got {show(feature)}, expected an integer, or an address such as {_SAMPLE}",
-            )
+        if isinstance(feature, str) and not feature.isdecimal():
+            search = f"GET /v1/saesteer/features?q={quote(feature[:64])} finds features by words"
+            message = f"got {show(feature)}, expected an integer, or an address such as {_SAMPLE}; {search}"
+            fail(f"{at}.feature", "wrong_type", message)
         return given
     _refuse_both(given, "feature", at)
     name, index = _split(feature, f"{at}.feature")

@@ -39,7 +39,7 @@ ClampUnit = Literal["raw", "max_act"]
 Part = Literal["reasoning", "answer"]  # of the generated tokens
 Interval = tuple[int, int | None]
 
-_feature = integer(0, INT32_MAX)
+feature = integer(0, INT32_MAX, ", and below the number of the dictionary's features")
 layer = optional(integer(0, MAX_LAYER))  # of a set's dictionary; None: the dictionary is alone under its name
 _place = integer(1 - INT32_MAX, INT32_MAX - 1)
 
@@ -132,7 +132,7 @@ class Source(Record):
     """A feature or a probe, whose value at the same token is read before any edit of its site."""
 
     dictionary: str | None = field(default=None, metadata=by(optional(text)))
-    feature: int | None = field(default=None, metadata=by(optional(_feature)))
+    feature: int | None = field(default=None, metadata=by(optional(feature)))
     probe: str | None = field(default=None, metadata=by(optional(text)))
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
@@ -154,6 +154,7 @@ class Gate(Source):
     """One condition of a `when`: a feature or probe strictly above a bound, below one, or both."""
 
     label: ClassVar[str] = "when"
+    example: ClassVar[str] = '{"dictionary": "gs20", "feature": 99, "above": 3.0}'
 
     above: float | None = field(default=None, metadata=by(optional(number)))
     below: float | None = field(default=None, metadata=by(optional(number)))
@@ -274,7 +275,7 @@ class Clamp(TokenEdit):
     op: ClassVar[str] = "clamp"
 
     dictionary: str = field(metadata=by(text, missing="a dictionary's name, or an address in feature"))
-    feature: int = field(metadata=by(_feature))
+    feature: int = field(metadata=by(feature))
     value: float | Strength = field(metadata=by(strength))  # in units of `unit`; in mode scale a factor
     mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
     unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))

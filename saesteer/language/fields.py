@@ -46,6 +46,7 @@ Code = Literal[
 ]
 CODES: tuple[str, ...] = get_args(Code)
 
+_STRENGTHS = ("strength", "coefficient", "coeff", "multiplier", "alpha")  # elsewhere, for value or scale
 _NUMBERS = (int, float)
 
 Check = Callable[[Any, str], Any]
@@ -124,7 +125,7 @@ def number(value: Any, at: str) -> float:
     if value.__class__ is float and -FLOAT32_MAX <= value <= FLOAT32_MAX:  # as most are; false for NaN
         return value + 0.0
     if value.__class__ not in _NUMBERS and (isinstance(value, bool) or not isinstance(value, Real)):
-        fail(at, "wrong_type", f"got {show(value)}, expected a number")
+        fail(at, "wrong_type", f"got {show(value)}, expected a number{_unquoted(value)}")
     if value != value or value in (float("inf"), float("-inf")):
         fail(at, "not_finite", f"got {show(float(value))}, expected a finite number")
     if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # type: ignore[operator]  # reals of every kind compare with floats
@@ -132,15 +133,20 @@ def number(value: Any, at: str) -> float:
     return float(value) + 0.0
 
 
-def integer(low: int, high: int) -> Check:
-    """An integer from ``low`` to ``high``; booleans and 34.0 are refused."""
+def _unquoted(value: object) -> str:
+    plain = isinstance(value, str) and len(value) < _COMPARABLE and re.fullmatch(r"-?\d+(\.\d+)?", value)
+    return f" (did you mean {value} without quotes?)" if plain else ""
+
+
+def integer(low: int, high: int, note: str = "") -> Check:
+    """An integer from ``low`` to ``high``; booleans and 34.0 are refused. The note says what else bounds it."""
 
     def check(value: Any, at: str) -> int:
         if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
-            fail(at, "wrong_type", f"got {show(value)}, expected an integer")
+            fail(at, "wrong_type", f"got {show(value)}, expected an integer{_unquoted(value)}")
         found = int(value)
         if not low <= found <= high:
-            fail(at, "out_of_range", f"got {show(found)}, expected an integer from {low} to {high}")
+            fail(at, "out_of_range", f"got {show(found)}, expected an integer from {low} to {high}{note}")
         return found
 
     return check
@@ -351,7 +357,8 @@ def mapping(value: Any, at: str, example: str = "") -> Mapping[str, Any]:
 def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
     """Refuses a field that does not exist."""
     known = list(known)
-    fail(step(at, key), "unknown_field", f"is not a field{closest(key, known)}, expected only {', '.join(known)}")
+    meant = "value" if key in _STRENGTHS and "value" in known else "scale" if key in _STRENGTHS else key
+    fail(step(at, key), "unknown_field", f"is not a field{closest(meant, known)}, expected only {', '.join(known)}")
 
 
 _TABLES: dict[type, dict[str, Field[Any]]] = {}

@@ -10,9 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from saesteer.language import address
-from saesteer.language.edits import GENERATED, Interval, Scope, intervals, layer, scoped
+from saesteer.language.edits import GENERATED, Interval, Scope, feature, intervals, layer, scoped
 from saesteer.language.fields import (
-    INT32_MAX,
     Record,
     by,
     fail,
@@ -66,10 +65,11 @@ class FeatureRead(TokenRead):
     """Returns the strongest features of each token, features by name, or both."""
 
     label: ClassVar[str] = "features"
+    example: ClassVar[str] = '{"dictionary": "gs20", "features": [3124]}'
 
     dictionary: str = field(metadata=by(text))
     top_k: int | None = field(default=None, metadata=by(optional(integer(1, MAX_TOP_K))))
-    features: tuple[int, ...] = field(default=(), metadata=by(list_of(integer(0, INT32_MAX), MAX_NAMED, key=int)))
+    features: tuple[int, ...] = field(default=(), metadata=by(list_of(feature, MAX_NAMED, key=int)))
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
     @classmethod
@@ -111,6 +111,7 @@ class ActivationRead(TokenRead):
     """
 
     label: ClassVar[str] = "activations"
+    example: ClassVar[str] = '{"site": "resid_post.20"}'
 
     site: str = field(metadata=by(site))
     scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(scoped(EVERYTHING)))

@@ -26,6 +26,7 @@ MAX_LAYER = 9999
 # What adds to the stream, and the place of the stream that is the first to hold the sum.
 SUMS = {"attn_out": "resid_mid", "mlp_out": "resid_post"}
 
+_HOOK = re.compile(r"blocks\.(\d{1,4})\.(?:attn\.)?hook_(resid_(?:pre|mid|post)|attn_out|mlp_out|z)")  # TransformerLens
 _SITE = re.compile(r"([a-z_]+)\.(0|[1-9][0-9]{0,3})")
 
 
@@ -38,10 +39,10 @@ def parse(name: str) -> tuple[str, int]:
     """
     found = _SITE.fullmatch(name)
     if found is None or found[1] not in KINDS:
-        shown = repr(name[:64])
-        raise ConfigError(
-            f"{shown} is not a site, expected a layer of a kind, such as 'resid_post.20'; kinds are {', '.join(KINDS)}"
-        )
+        hook = _HOOK.fullmatch(name)
+        meant = f" (did you mean '{hook[2]}.{hook[1]}'?)" if hook else ""
+        expected = f"expected a layer of a kind, such as 'resid_post.20'; kinds are {', '.join(KINDS)}"
+        raise ConfigError(f"{name[:64]!r} is not a site{meant}, {expected}")
     return found[1], int(found[2])
 
 

@@ -6,9 +6,11 @@ codes in fields.py.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from functools import wraps
+from inspect import signature
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 from saesteer.errors import SpecError
 from saesteer.language.alike import Alike, Edits, parts_of, with_following
@@ -29,7 +31,7 @@ from saesteer.language.edits import (
     Strength,
     Use,
 )
-from saesteer.language.fields import Record, by, fail, listed, mapping, one_of, read, record, show
+from saesteer.language.fields import Record, by, fail, known_field, listed, mapping, one_of, read, record, show
 from saesteer.language.fields import flag as boolean
 from saesteer.language.inline import Array, InlineVector, Vector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
@@ -75,6 +77,8 @@ __all__ = [
     "use",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 VERSION: Literal[1] = 1
 MAX_CHARACTERS = 16 * 2**20  # of a spec as JSON text
 MAX_VECTORS = MAX_CHARACTERS // 4 * 3  # bytes of all its inline vectors, as many as such a text can hold
@@ -89,6 +93,7 @@ def _version(value: Any, at: str) -> int:
     return value
 
 
+_LIST = '{"edits": [...]}'
 _OPS: dict[str, type[Edit]] = {**OPS, **RULES}
 _op = one_of(*_OPS)
 
@@ -106,6 +111,8 @@ def _edit(value: Any, at: str) -> Edit:
 def _edits(value: Any, at: str) -> Edits:
     if isinstance(value, Edits):
         return value
+    if isinstance(value, Mapping):
+        fail(at, "wrong_type", f"got {show(value)}, expected a list, as in {_LIST}")
     items = listed(value, at, MAX_EDITS)
     parts: list[Alike] = []
     place = total = brought = 0
@@ -154,6 +161,12 @@ class Spec(Record):
     returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
     defaults: bool = field(default=True, metadata=by(boolean))  # whether the server's default module applies
     version: Literal[1] = field(default=VERSION, metadata=by(_version))
+
+    @classmethod
+    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+        if "op" in given:
+            fail(f"{at}.op", "unknown_field", f"is a field of an edit, which belongs into a list: {_LIST}")
+        return given
 
     def _whole(self, at: str) -> None:
         reads = [(path, len(scope.positions)) for path, scope in self.returns.scopes() if scope.positions]
@@ -216,6 +229,19 @@ def as_spec(steer: Any) -> Spec | None:
     return steer if steer is None or isinstance(steer, Spec) else from_json(as_object(steer))
 
 
+def _named(build: Callable[P, R]) -> Callable[P, R]:
+    """The same function, which refuses an unknown argument as the language refuses a field."""
+    known = signature(build).parameters
+
+    @wraps(build)
+    def call(*values: P.args, **given: P.kwargs) -> R:
+        for key in given.keys() - known:
+            known_field(key, build.__name__, known)
+        return build(*values, **given)
+
+    return call
+
+
 Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None  # as as_spec takes it
 
 Number = float | Strength | Mapping[str, Any]  # a mapping as in JSON
@@ -225,6 +251,7 @@ Sites = str | Sequence[str]
 AnyVector = str | Sequence[float] | Array | InlineVector | Mapping[str, Any]
 
 
+@_named
 def clamp(
     dictionary: str | None = None,
     feature: int | str | None = None,
@@ -257,6 +284,7 @@ def clamp(
     return read(Clamp, {key: one for key, one in (place | law).items() if one is not None}, Clamp.op)
 
 
+@_named
 def add(
     vector: AnyVector,
     site: Sites,
@@ -276,6 +304,7 @@ def add(
     return Add(_any(vector), _any(site), _any(scale), norm, _any(scales), when=_any(when), scope=_any(scope))
 
 
+@_named
 def cap(
     vector: AnyVector,
     site: Sites,
@@ -293,6 +322,7 @@ def cap(
     return Cap(_any(vector), _any(site), min, max, strength, when=_any(when), scope=_any(scope))
 
 
+@_named
 def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = None, scope: Within = None) -> Ablate:
     """Removes the projection on a vector.
 
@@ -302,6 +332,7 @@ def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = N
     return Ablate(_any(vector), _any(site), strength, when=_any(when), scope=_any(scope))
 
 
+@_named
 def reconstruct(
     dictionary: str,
     error: Literal["keep", "drop"] = "drop",
@@ -319,6 +350,7 @@ def reconstruct(
     return Reconstruct(dictionary, error, layer=layer, when=_any(when), scope=_any(scope))
 
 
+@_named
 def use(module: str, scale: Number = 1.0) -> Use:
     """Uses a registered module, each of its deltas multiplied by ``scale``.
 
@@ -328,6 +360,7 @@ def use(module: str, scale: Number = 1.0) -> Use:
     return Use(module, _any(scale))
 
 
+@_named
 def stop(when: When, run: int = 1, scope: Within = None) -> Stop:
     """Ends the request once the conditions have held for ``run`` tokens in a row; ``for`` in JSON.
 
@@ -342,6 +375,7 @@ def stop(when: When, run: int = 1, scope: Within = None) -> Stop:
     return Stop(run, when=_any(when), scope=_any(scope))
 
 
+@_named
 def flag(when: When, run: int = 1, scope: Within = None) -> Flag:
     """Marks the answer where the conditions have first held for ``run`` tokens in a row; arguments as ``stop``.
 

@@ -141,7 +141,7 @@ def _with_op(catalog: Catalog, name: str, does: str, site: str | None, op: str |
     """The site, after a check that the server has the op that reads or writes there."""
     if site is None or op is None or not _instrumented(catalog, op):
         place = f"dictionary {name!r} {does} {site}, where this server has no op"
-        hint = "" if op is None else f"; start it with --sites {op} to have one there"
+        hint = "" if op is None else f"; {hint_of(catalog, op)}"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}{hint}")
     return site
 
@@ -171,7 +171,7 @@ def places_of(
             fail(path, "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
         if not _instrumented(catalog, catalog.op_site(site)):
             message = f"got {name}, where this server has no op, expected {_sites(catalog)}"
-            fail(path, "not_served", f"{message}; start it with --sites {site} to have one there")
+            fail(path, "not_served", f"{message}; {hint_of(catalog, site)}")
         yield site, Direction(vector, None if layers is None else layer), name
 
 
@@ -270,6 +270,13 @@ def fit(catalog: Catalog, site: str, width: int, path: str, what: str = "is") ->
     if expected not in (None, width):
         whose = "this model" if expected == catalog.width else f"{site} of this model"
         fail(path, "conflict", f"{what} {width} wide, expected {expected}, the width of {whose}")
+
+
+def hint_of(catalog: Catalog, site: str, flag: str = "--sites") -> str:
+    """What helps where there is no op at a canonical site."""
+    if catalog.layers is not None and parse(site)[1] >= catalog.layers:
+        return f"this model has layers 0 to {catalog.layers - 1}"
+    return f"start it with {flag} {site} to have one there"
 
 
 def _instrumented(catalog: Catalog, site: str) -> bool:

@@ -16,7 +16,7 @@ from saesteer.language.returns import ActivationRead, FeatureRead, HiddenRead, P
 from saesteer.language.rules import Watched
 from saesteer.language.sites import canonical, is_pregain, parse
 from saesteer.planning.by_rows import is_by_rows
-from saesteer.planning.lookup import check_feature, dictionary_of, read_probe, reading_site
+from saesteer.planning.lookup import check_feature, dictionary_of, hint_of, read_probe, reading_site
 from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Plan, Readout, Window
 from saesteer.planning.windows import windows_of_read
 
@@ -355,7 +355,7 @@ def _check_kept(catalog: Catalog, op: str, named: str, path: str) -> None:
     elif catalog.reads is not None and op not in catalog.reads:
         why = "whose tensor this server does not keep"
     if why is not None:
-        fail(path, "not_served", f"reads {named}, {why}; start it with --reads {op} to read there")
+        fail(path, "not_served", f"reads {named}, {why}; {hint_of(catalog, op, '--reads')}")
 
 
 def _refuse_pregain(site: str, at: str) -> None:

@@ -183,6 +183,10 @@ def test_what_is_refused(world: World, files: tuple[Path, Path], tmp_path: Path)
         ({"positive": tmp_path / "few"}, "3 lines with a text, expected at least 4"),
         ({"sites": ["resid_post.3,mlp_out.3"]}, "--site names mlp_out and resid_post; expected one kind"),
         ({"sites": ["nowhere.3"]}, "'nowhere.3' is not a site"),
+        (
+            {"sites": ["resid.15"], "positive": tmp_path / "none", "out": tmp_path / "v.npy"},
+            r"--out .*v.npy.*'resid.15' is not a site.*--positive .*none: cannot be read",  # all at once
+        ),
         ({"sites": [","]}, "--site names no site"),
         ({"negative": good}, "the texts of both files are the same at resid_post.3"),
     ]

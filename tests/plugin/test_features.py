@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from saesteer import __version__
 from saesteer.client import Client
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
@@ -87,6 +88,23 @@ def test_all_dictionaries_are_searched(client: Any) -> None:
     known = [one for answer in each for one in answer["features"]]
     assert {one["dictionary"] for one in found["features"]} == {"own", "mlp"}
     assert len(scores) == min(100, len(known)) and all(one in known for one in found["features"])
+
+
+def test_the_server_describes_itself(client: Any) -> None:
+    """Behind the usual key; what it says of dictionaries is what their own route says."""
+    client.app.state.saesteer_admin.engine = Namespace(
+        input_processor=Namespace(saesteer_door=Namespace(config=SaesteerConfig(max_edits=7)))
+    )
+    found = client.get("/v1/saesteer").json()
+    assert client.get("/v1/saesteer", headers={"Authorization": "Bearer no"}).status_code == 401
+    listed = client.get("/v1/saesteer/dictionaries").json()
+    assert {name: found[name] for name in listed} == listed and len(listed["dictionaries"]) == 5
+    assert (found["version"], found["layers"]) == (__version__, 30) and len(found["models"]) == 1
+    assert found["sites"] == ["mlp_in.12", "resid_post.12", "resid_post.15"]
+    assert "resid_post.15" in found["reads"]
+    assert found["limits"]["max_edits"] == 7 and found["limits"]["max_dose"] is None
+    assert {"/v1/saesteer", ROUTE, "/v1/chat/completions"} <= set(found["routes"])
+    assert "/health" not in found["routes"] and "/saesteer/style.css" not in found["routes"]
 
 
 def test_one_feature(client: Any) -> None:
@@ -191,6 +209,8 @@ def test_the_real_server(demo_server: Any) -> None:
         assert BRIDGE in [one["feature"] for one in client.features("demo", "bridge", limit=3)]
         assert client.features("demo-mlp", "magic", layer=12)
         assert {one["dictionary"] for one in client.features(q="bridge", limit=50)} == {"demo", "demo-mlp"}
+        about = client.describe()
+        assert about["sites"] == ["mlp_in.12", "resid_post.12", "resid_post.15"] and about["models"] == client.models()
         [one] = client.features("demo", feature=OCEAN)
         assert "ocean" in one["label"]
         clamp = {"op": "clamp", "dictionary": "demo", "feature": one["feature"]}

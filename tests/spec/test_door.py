@@ -256,7 +256,20 @@ def test_messages_tell_the_value_what_was_expected_and_what_is_close() -> None:
     for document, words in [
         ({"edits": [{**CLAMP, "featur": 1}]}, ["featur", "did you mean 'feature'?", "op, dictionary, feature, value"]),
         ({"edits": [{**CLAMP, "op": "clam"}]}, ["got 'clam'", "did you mean 'clamp'?", "ablate"]),
-        ({"edits": [{**CLAMP, "feature": -7}]}, ["got -7", "expected an integer from 0 to 2147483647"]),
+        ({"edits": [{**CLAMP, "feature": -7}]}, ["got -7", "below the number of the dictionary's features"]),
+        ({"edits": [{**CLAMP, "feature": "3497"}]}, ["expected an integer (did you mean 3497 without quotes?)"]),
+        ({"edits": [{**CLAMP, "value": "-2.5"}]}, ["expected a number (did you mean -2.5 without quotes?)"]),
+        ({"edits": [{**CLAMP, "feature": "a&b"}]}, ["got 'a&b'", "GET /v1/saesteer/features?q=a%26b finds features"]),
+        ({"edits": [{"op": "clamp", "strength": 2}]}, ["strength: is not a field (did you mean 'value'?)"]),
+        ({"edits": [{"op": "add", "strength": 2}]}, ["strength: is not a field (did you mean 'scale'?)"]),
+        (CLAMP, ['saesteer.op: is a field of an edit, which belongs into a list: {"edits": [...]}']),
+        ({"edits": CLAMP}, ["edits: got an object of", 'expected a list, as in {"edits": [...]}']),
+        ({"return": {"features": [34]}}, ["got 34", 'an object such as {"dictionary": "gs20", "features": [3124]}']),
+        (
+            {"return": {"activations": [{"site": "blocks.15.hook_resid_post"}]}},
+            ["is not a site (did you mean 'resid_post.15'?)"],
+        ),
+        ({"return": {"activations": [{"site": "blocks.3.attn.hook_z"}]}}, ["did you mean 'z.3'?"]),
         ({"edits": [{**CLAMP, "dictionary": "x" * 10_000}]}, ["(10000 characters)", "1 to 128"]),
     ]:
         with pytest.raises(SpecError) as caught:

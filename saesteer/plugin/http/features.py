@@ -1,4 +1,4 @@
-"""The routes that say what a request may name: dictionaries, and their features by words or by number. Only read.
+"""The routes that say what a request may name: dictionaries, their features, and what the server has. Only read.
 
 They are open to whoever may send requests, so a query is bounded in every respect. Each opens its label file anew.
 They know no spec.
@@ -15,15 +15,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from saesteer import __version__
+from saesteer.config.config import LIMITS
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.labels.places import place_of
 from saesteer.labels.store import MAX_QUERY, MOST, words_of
 from saesteer.language.fields import MAX_NAME, fail
+from saesteer.language.sites import order
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import dictionary_of, feature_of, without_path
 from saesteer.planning.plan import Catalog
+from saesteer.plugin.http.playground import PREFIX
 from saesteer.plugin.http.refusals import Refused, first_of, refuse, refusing
+from saesteer.plugin.http.routes import SERVED
 
 MOST_LISTED = 1000  # dictionaries; a folder of them may hold more
 MOST_SEARCHED = 64  # at once
@@ -83,6 +88,18 @@ class DictionaryList(BaseModel):
     more: bool = Field(description="Whether the server has others, which are left out here.")
 
 
+class Server(DictionaryList):
+    """What the server is and has."""
+
+    version: str = Field(description="Of saesteer.")
+    models: list[str] = Field(description="Names of the model in requests.")
+    layers: int | None = Field(description="Of the model.")
+    sites: list[str] = Field(description="Those that edits may change: an op runs there.")
+    reads: list[str] = Field(description="Those whose tensors `return.activations` may read.")
+    limits: dict[str, int | float | None] = Field(description="The settings that bound a request; null: no bound.")
+    routes: list[str] = Field(description="Those that serve the field `saesteer`, and saesteer's own.")
+
+
 class _Missing(Exception):
     """A dictionary without labels."""
 
@@ -108,6 +125,24 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": Refused, "description": "The query is wrong, or the label file is; `param` names the field."},
     404: {"model": Refused, "description": "The dictionary has no labels."},
 }
+
+
+@router.get("", summary="Describe the server")
+def describe(state: Annotated[Any, Depends(_state)], request: Request) -> Server:
+    """What requests may use here. In a thread: it may open files."""
+    admin, args = state.saesteer_admin, state.args
+    catalog, config = admin.names.catalog, admin.engine.input_processor.saesteer_door.config
+    paths = {getattr(route, "path", "") for route in request.app.routes}
+    return Server(
+        **list_dictionaries(state).model_dump(),
+        version=__version__,
+        models=args.served_model_name or [args.model],
+        layers=catalog.layers,
+        sites=sorted(catalog.sites or (), key=order),
+        reads=sorted(catalog.reads or (), key=order),
+        limits={name: getattr(config, name) for name in (*LIMITS, "max_dose")},
+        routes=sorted(path for path in paths if path in (*SERVED, PREFIX) or path.startswith(router.prefix)),
+    )
 
 
 @router.get("/dictionaries", summary="List the dictionaries")
