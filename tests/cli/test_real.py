@@ -95,12 +95,13 @@ class Terminal:
         self.text = ""
 
     def read(self, until: str = "", seconds: float = 300) -> str:
-        """All that the terminal has shown once it shows a text, or once the command has ended."""
+        """What the terminal has shown once it shows a text, or once the command has ended; without the spinner."""
         last = time.monotonic() + seconds
         while not until or until not in self.text:
             assert time.monotonic() < last, self.text
             try:
-                self.text += os.read(self._end, 4096).decode()
+                shown = os.read(self._end, 4096).decode("utf-8", "replace")
+                self.text += re.sub(r"\x1b\[[\d;?]*\w", "", re.sub(r"[^\r\n]*Starting vLLM[^\r\n]*", "", shown))
             except OSError:  # as the end of a pty is reported
                 break
         return self.text
@@ -186,7 +187,7 @@ def test_serve_demo_on_a_terminal() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     terminal = Terminal("-m", "saesteer", "serve", "demo", "--port", str(port))
-    lines = [line for line in terminal.read("stop   Ctrl-C").split("\n") if re.match(r"[a-z]+ +\S", line)]
+    lines = [line for line in terminal.read("stop   Ctrl-C").splitlines() if re.match(r"[a-z]+ +\S", line)]
     names = [line.split()[0] for line in lines]
     assert names == ["page", "curl", "model", "sites", "log", "stop"], terminal.text
     assert "INFO" not in terminal.text and "WARNING" not in terminal.text

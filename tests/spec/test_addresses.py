@@ -133,7 +133,12 @@ def test_an_address_stands_for_dictionary_and_index() -> None:
         ({"feature": "gemma-2-2b/20"}, "feature", "out_of_range", "expected the address of a feature, such as"),
         ({"feature": "gemma-2-2b/20-res-16k/x"}, "feature", "out_of_range", "expected the address of a feature"),
         ({"dictionary": "own"}, "dictionary", "conflict", "stands next to an address in feature"),
-        ({"feature": "34"}, "feature", "wrong_type", "expected an integer (did you mean 34 without quotes?)"),
+        (
+            {"dictionary": "own", "feature": "34"},
+            "feature",
+            "wrong_type",
+            "expected an integer (did you mean 34 without quotes?)",
+        ),
         ({"layer": 19}, "layer", "out_of_range", "is of layer 20"),
         ({"when": {"feature": "a/b/1", "above": 0}}, "when.feature", "unknown_name", "got 'np:a/b'"),
         ({"when": {"feature": ADDRESS, "probe": "v", "above": 0}}, "when.probe", "conflict", "stands next to"),

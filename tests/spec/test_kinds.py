@@ -105,6 +105,8 @@ def test_rows_for_layers_that_the_model_does_not_have() -> None:
     field, code, message = refusal(add(inline, "resid_post.15"), catalog=replace(CATALOG, layers=20))
     assert (field, code) == ("saesteer.edits[0].vector.layers[0]", "out_of_range")
     assert message.endswith("got 20, expected layers of this model, 0 to 19")
+    message = refusal(add("any", "resid_post.40"), catalog=replace(CATALOG, layers=20))[2]
+    assert message.endswith("; this model has layers 0 to 19") and "start it with" not in message
 
 
 def gated(when: Any, site: str = "resid_post.15") -> Any:
