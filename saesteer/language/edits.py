@@ -39,7 +39,7 @@ ClampUnit = Literal["raw", "max_act"]
 Part = Literal["reasoning", "answer"]  # of the generated tokens
 Interval = tuple[int, int | None]
 
-feature = integer(0, INT32_MAX, ", and below the number of the dictionary's features")
+feature = integer(0, INT32_MAX, "a feature of its dictionary, numbered from 0")
 layer = optional(integer(0, MAX_LAYER))  # of a set's dictionary; None: the dictionary is alone under its name
 _place = integer(1 - INT32_MAX, INT32_MAX - 1)
 

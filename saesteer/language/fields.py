@@ -138,15 +138,15 @@ def _unquoted(value: object) -> str:
     return f" (did you mean {value} without quotes?)" if plain else ""
 
 
-def integer(low: int, high: int, note: str = "") -> Check:
-    """An integer from ``low`` to ``high``; booleans and 34.0 are refused. The note says what else bounds it."""
+def integer(low: int, high: int, what: str = "") -> Check:
+    """An integer from ``low`` to ``high``, in words if they say more; booleans and 34.0 are refused."""
 
     def check(value: Any, at: str) -> int:
         if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
             fail(at, "wrong_type", f"got {show(value)}, expected an integer{_unquoted(value)}")
         found = int(value)
         if not low <= found <= high:
-            fail(at, "out_of_range", f"got {show(found)}, expected an integer from {low} to {high}{note}")
+            fail(at, "out_of_range", f"got {show(found)}, expected {what or f'an integer from {low} to {high}'}")
         return found
 
     return check

@@ -256,7 +256,7 @@ def test_messages_tell_the_value_what_was_expected_and_what_is_close() -> None:
     for document, words in [
         ({"edits": [{**CLAMP, "featur": 1}]}, ["featur", "did you mean 'feature'?", "op, dictionary, feature, value"]),
         ({"edits": [{**CLAMP, "op": "clam"}]}, ["got 'clam'", "did you mean 'clamp'?", "ablate"]),
-        ({"edits": [{**CLAMP, "feature": -7}]}, ["got -7", "below the number of the dictionary's features"]),
+        ({"edits": [{**CLAMP, "feature": -7}]}, ["got -7", "expected a feature of its dictionary, numbered from 0"]),
         ({"edits": [{**CLAMP, "feature": "3497"}]}, ["expected an integer (did you mean 3497 without quotes?)"]),
         ({"edits": [{**CLAMP, "value": "-2.5"}]}, ["expected a number (did you mean -2.5 without quotes?)"]),
         ({"edits": [{**CLAMP, "feature": "a&b"}]}, ["got 'a&b'", "GET /v1/saesteer/features?q=a%26b finds features"]),
@@ -342,7 +342,7 @@ def test_helpers_build_edits_and_check_at_once() -> None:
     assert Spec(edits=tuple(built)).edits == from_json({**WHOLE, "edits": [
         WHOLE["edits"][0], WHOLE["edits"][1], {**CAP, "vector": "assistant"}, *WHOLE["edits"][3:]
     ]}).edits  # fmt: skip
-    with pytest.raises(SpecError, match=r"^clamp\.feature: got -1, expected an integer") as caught:
+    with pytest.raises(SpecError, match=r"^clamp\.feature: got -1, expected a feature") as caught:
         saesteer.clamp("gs20", -1, 8.0)
     assert caught.value.field == "clamp.feature"
     with pytest.raises(SpecError, match=r"^clamp\.scope\.prompt: got 3"):

@@ -6,8 +6,7 @@ They know no spec.
 
 from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
-from operator import attrgetter
+from itertools import islice, zip_longest
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -202,7 +201,8 @@ def list_features(
             lists.append(_found(catalog, *catalog.named(key), q, None, limit)[1])
     if not lists:
         raise _Missing("no dictionary of this server has labels that can be read")
-    best = sorted((one for found in lists for one in found), key=attrgetter("score"), reverse=True)
+    # The best of each, then the second of each: scores of different files do not compare.
+    best = [one for rank in zip_longest(*lists) for one in rank if one is not None]
     return FeatureList(dictionary=None, layer=None, source=None, features=best[:limit])
 
 
