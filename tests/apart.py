@@ -1,13 +1,14 @@
-"""Code of the tests in a Python process of its own, and what it found: ``tell`` there, ``hear`` here.
+"""Code of the tests in a Python process of its own, and what it found: ``tell`` there, ``hear`` here; or in a fork.
 
 For what a process decides once, such as its environment, and for what an engine holds until its process ends.
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,25 @@ def hear(
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     return json.loads(line.removeprefix(_MARK))
+
+
+def forked(work: Callable[..., Any], *given: Any) -> Any:
+    """Return what a function returns in a process of its own that begins as a copy of this one.
+
+    Importing vLLM costs eight seconds of a core; an engine of a tiny model starts in one where that is done.
+
+    Raises:
+        AssertionError: the process ended without an answer; its standard error says why.
+    """
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=lambda: theirs.send(work(*given)))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise AssertionError(f"{work.__name__}{given} gave no answer") from None
+    finally:
+        ours.close()
+        process.join()

@@ -24,7 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -59,6 +59,7 @@ class Mode(NamedTuple):
     asynchronous: bool = False
     guesses: int = 0  # tokens that a step may guess
     stages: tuple[int, ...] = ()  # where the later stages of a pipeline begin
+    window: int = 0  # tokens that the layers of a second group of the KV cache see
 
 
 class Parser:
@@ -160,13 +161,15 @@ class Storm:
     def __init__(self, servers: Servers, mode: Mode, seed: int, folder: Path) -> None:
         self.mode, self.seed, self.draw, self.folder = mode, seed, Random(seed), folder
         settings, engines = servers.of(mode)
-        blocks, tokens = self.draw.choice([8, 10, 14, 40]), self.draw.choice([8, 24, 48])
-        settings.scheduler_config.max_num_batched_tokens = tokens
-        settings.scheduler_config.max_num_scheduled_tokens = tokens
+        blocks, tokens = self.draw.choice([8, 10, 14, 40]) + 6 * bool(mode.window), self.draw.choice([8, 24, 48])
+        limits = settings.scheduler_config
+        limits.max_num_batched_tokens = limits.max_num_scheduled_tokens = tokens
         settings.cache_config.num_gpu_blocks = blocks
         self.hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256)
-        cache = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], cache)]
+        cache: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**cache))]
+        if mode.window:
+            groups.append(KVCacheGroupSpec(["sliding"], SlidingWindowSpec(**cache, sliding_window=mode.window)))
         self.scheduler = (AsyncScheduler if mode.asynchronous else Scheduler)(
             vllm_config=settings,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
@@ -203,9 +206,8 @@ class Storm:
         return self.seen
 
     def _blow(self, requests: int) -> None:
-        draw, waiting = self.draw, list[Any]()
+        draw, waiting, number = self.draw, list[Any](), 0
         depth = 2 if self.mode.asynchronous or self.mode.stages else 1  # steps that are under way
-        number = 0
         for _ in range(4000):
             if number < requests and draw.random() < 0.35 and len(self.scheduler.requests) < 8:
                 self._ask(number)

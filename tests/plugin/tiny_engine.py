@@ -20,6 +20,11 @@ def told(output: Any) -> dict[str, Any]:
     }
 
 
+def ended(output: Any) -> dict[str, Any]:
+    """The same, or that a worker has ended it."""
+    return {"failed": True} if output.outputs[0].finish_reason == "error" else told(output)
+
+
 def params_of(spec: Any, **options: Any) -> Any:
     """Greedy, with a spec or without one."""
     from vllm import SamplingParams
