@@ -124,7 +124,7 @@ def _reading(modes: Collection[str], shape: Shape, folder: Path) -> Options:
         for name, _ in probes_of(shape):
             files[name] = str(folder / f"{name}.npy")
             np.save(files[name], draw.standard_normal(shape.width, dtype=np.float32))
-    most = {"max_read_mib": 1 << 16, "max_results": 1 << 16, "max_results_mib": 1 << 20}
+    most = {"max_read_mib": 1 << 16, "max_results_mib": 1 << 20}
     return {"reads": [f"resid_post.{layer}" for layer in layers], "vectors": files, **most}
 
 

@@ -83,7 +83,7 @@ class Host:
     def __init__(self, model: str, folder: Path) -> None:
         self.shape = shape = Shape.of(model)
         wishes = settings(model, folder) | {"reads": [f"resid_post.{layer}" for layer in range(shape.layers)]}
-        self.config = SaesteerConfig.from_json(wishes | {"max_results": 1 << 16, "max_results_mib": 1 << 14})
+        self.config = SaesteerConfig.from_json(wishes | {"max_results_mib": 1 << 14})
         self.engine = Engine(
             Assets.open(self.config),
             width=shape.width,

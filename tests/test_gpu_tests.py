@@ -61,43 +61,12 @@ def test_a_file_is_run_and_what_it_said_is_noted(elsewhere: Path, monkeypatch: p
     assert any("assert 'a b' == 'c'" in line for line in told)
 
 
-PRINTING = """
-import pytest
-@pytest.mark.parametrize("word", ["a b", "c"])
-def test_it(word, capsys):
-    with capsys.disabled():
-        print("it says something", flush=True)
-    assert word == "c"
-"""
-
-
-def test_tests_that_print_are_counted(elsewhere: Path) -> None:
-    (elsewhere / "test_printing.py").write_text(PRINTING)
-    found, _ = gpu_tests.run(str(elsewhere / "test_printing.py"), 120)
-    assert (found["passed"], [name.rpartition("::")[2] for name in found["wrong"]]) == (1, ["test_it[a b]"])
-
-
-def test_a_file_that_cannot_be_imported_is_wrong(elsewhere: Path) -> None:
-    place = elsewhere / "test_lacks.py"
-    place.write_text("import nowhere_to_be_found\ndef test_one(): pass\n")
-    found, told = gpu_tests.run(str(place), 120)
-    assert (found["passed"], [Path(name).name for name in found["wrong"]]) == (0, ["test_lacks.py"])
-    assert any("nowhere_to_be_found" in line for line in told)
-
-
 def test_what_is_not_reached_is_told(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call begins with such a file."""
     (elsewhere / "test_late.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
     monkeypatch.setattr(gpu_tests, "ENDING", 1000.0)
     found, _ = gpu_tests.run(str(elsewhere / "test_late.py"), 120)
     assert (found["passed"], found["wrong"], found["left"], found["whole"]) == (0, [], 2, False)
-
-
-def test_a_file_that_is_ended_in_a_test_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "print('it.py::test_one PASSED [ 50%]', flush=True); time.sleep(60)"
-    monkeypatch.setattr(gpu_tests, "PYTEST", [sys.executable, "-c", f"import time; {said}"])
-    found, _ = gpu_tests.run("it.py", 5)
-    assert (found["passed"], found["left"], found["whole"]) == (1, 0, False)
 
 
 def test_rows_are_added_to_those_stored(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +113,6 @@ def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPat
     assert sorted(part for name, part, _ in began if name == names[0]) == ["1/4", "2/4", "3/4", "4/4"]
     found = {row["file"]: (row["passed"], row["wrong"], row["whole"]) for row in told}
     assert found == {names[0]: (8, ["it"], True), names[1]: (2, [], True), names[2]: (2, [], True)}
-
-
-def test_a_file_of_which_a_part_was_not_begun_is_not_whole() -> None:
-    one = {"file": "a", "at": 5, "passed": 2, "wrong": [], "left": 0, "whole": True, "seconds": 3.0}
-    assert gpu_tests.together([one] * 4, 4)["whole"]
-    assert not gpu_tests.together([one] * 3, 4)["whole"]
-    assert gpu_tests.together([one, {**one, "at": 9}], 2)["seconds"] == 7.0
 
 
 def test_parts_are_all_of_a_file_and_none_twice(elsewhere: Path) -> None:

@@ -170,17 +170,3 @@ def test_what_the_command_says_and_how_it_ends(
     assert contract.main([str(tmp_path / "vllm-1-none.whl")]) == 2
     assert contract.main([str(tmp_path / "none.whl")]) == 2
     assert "nothing was found out" in capsys.readouterr().out
-
-
-def test_a_version_is_fetched_without_what_it_requires(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        asked.append(command)
-        return type("Done", (), {"returncode": 1, "stderr": "No matching distribution"})
-
-    monkeypatch.setattr("subprocess.run", run)
-    for version, wanted in (("", "vllm"), ("0.33", "vllm==0.33.*"), ("0.33.0", "vllm==0.33.0.*")):
-        with pytest.raises(RuntimeError, match="No matching"):
-            contract.fetch(version, tmp_path)
-        assert asked[-1][-1] == wanted and "--no-deps" in asked[-1] and "--only-binary" in asked[-1]

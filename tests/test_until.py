@@ -1,10 +1,9 @@
-"""Tests that a run does not reach are named, and fail it if they are nine in ten; and which file a run begins with."""
+"""Tests that a run does not reach are named, and fail it if they are nine in ten."""
 
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -41,18 +40,3 @@ def test_a_run_whose_time_is_up_fails_and_says_so(tmp_path: Path) -> None:
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run
     assert "2 of 2 tests were not reached in time; that is a failure" in run.stdout
     assert "test_it.py::test_two not reached before" in run.stdout
-
-
-@pytest.mark.parametrize(("first", "order"), [(0, "q a1 a2 b1 c1"), (1, "q b1 c1 a1 a2"), (5, "q c1 a1 a2 b1")])
-def test_a_run_may_begin_with_any_file_of_slow_tests_and_has_all(first: int, order: str) -> None:
-    """The others come before them, as ever."""
-    marks = {True: lambda name: name == "slow", False: lambda name: False}
-    items: list[Any] = [
-        SimpleNamespace(name=name, path=name[0], get_closest_marker=marks[name != "q"], fixturenames=())
-        for name in ("q", "a1", "a2", "b1", "c1")
-    ]
-    assert " ".join(item.name for item in conftest._turned(items, first)) == order
-
-
-def test_a_run_without_slow_tests_begins_anywhere() -> None:
-    assert conftest._turned([], 3) == []

@@ -33,6 +33,8 @@ Settings = Annotated[
     str | None,
     typer.Option("--saesteer-config", metavar="FILE", help="A YAML file with all these settings; flags override it."),
 ]
+Place = Annotated[str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")]
 Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
 Positive = Annotated[Path, typer.Option("--positive", metavar="FILE", help="Texts that show it, one on each line.")]
 Negative = Annotated[Path, typer.Option("--negative", metavar="FILE", help="Texts that do not, one on each line.")]
@@ -117,13 +119,11 @@ def serve(
 
 @app.command()
 def inspect(
-    place: Annotated[
-        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
-    ],
+    place: Place,
     measure: Annotated[bool, typer.Option("--measure", help="Also measure L0 and FVU on a model and a text.")] = False,
     model: Model = "demo",
     text_file: Annotated[Path | None, typer.Option("--text-file", help="Text for --measure, in UTF-8.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 10_000,
+    max_tokens: MaxTokens = 10_000,
 ) -> None:
     """Describe a weight file: format, site, shapes, activation, units. Reads no weights, except to measure."""
     from saesteer.commands.inspect import report
@@ -137,9 +137,7 @@ def inspect(
 
 @app.command()
 def convert(
-    place: Annotated[
-        str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")
-    ],
+    place: Place,
     target: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors file.")],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="Store the matrices in this dtype; default: as they are.")
@@ -173,7 +171,7 @@ def calibrate(
     text_file: Annotated[Path, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")],
     dictionary: Dictionaries = None,
     model: Model = "demo",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 100_000,
+    max_tokens: MaxTokens = 100_000,
 ) -> None:
     """Find the largest activation of each feature over a text and save it next to the dictionary, for unit max_act."""
     from saesteer.commands.calibrate import run
@@ -190,7 +188,7 @@ def label(
     ] = None,
     dictionary: Dictionaries = None,
     model: Model = "demo",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")] = 100_000,
+    max_tokens: MaxTokens = 100_000,
     backend: Runs = None,
 ) -> None:
     """Find out what features are about, from a text or Neuronpedia's export, and save it next to the dictionary."""

@@ -25,7 +25,7 @@ from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
 from saesteer.planning.digests import DIGEST, digest_of
-from saesteer.planning.immutable import immutable
+from saesteer.planning.immutable import distinct
 from saesteer.planning.plan import (
     END,
     Catalog,
@@ -53,7 +53,7 @@ _BYTES = 4 * LINE
 _VARIED = Struct("<i12si16s2f28s")  # a line as what clamps that are alike differ in, and the bytes in between
 
 
-@immutable(eq=False)
+@distinct
 class Wire:
     """A plan as the worker reads it."""
 

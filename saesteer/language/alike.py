@@ -9,14 +9,12 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from types import NoneType
 from typing import Any, NamedTuple
 
 from saesteer.language.edits import Clamp, Edit
 from saesteer.language.fields import FLOAT32_MAX, INT32_MAX, varied
 
 _NUMBERS = (int, float)
-_PLAIN = (*_NUMBERS, str, bool, NoneType)
 _SHARED = attrgetter("dictionary", "layer", "mode", "unit", "only_if_active", "when", "scope")
 
 
@@ -109,6 +107,7 @@ def with_following(edit: Edit, items: Sequence[Any], at: int, end: int) -> Alike
     shared = itemgetter(*[key for key in was if key not in ("feature", "value")])
     mine, size = shared(was), len(was)
     texts = all(one.__class__ is str for one in mine)  # a text equals nothing but a text, while 1 is true
+    form = repr(mine)
     features, values = [*found.features], [*found.values]
     with suppress(KeyError):
         for n in range(at + 1, end):
@@ -120,7 +119,7 @@ def with_following(edit: Edit, items: Sequence[Any], at: int, end: int) -> Alike
                 break
             if not (0 <= feature <= INT32_MAX and -FLOAT32_MAX <= value <= FLOAT32_MAX):
                 break  # what is wrong is refused where it is read by itself
-            if not texts and not all(map(_same, shared(one), mine)):
+            if not texts and repr(shared(one)) != form:
                 break
             features.append(feature)
             values.append(value + 0.0)
@@ -137,15 +136,3 @@ def _joined(several: Sequence[Alike]) -> Alike:
         return several[0]
     features = chain.from_iterable(one.features for one in several)
     return Alike(several[0].first, (*features,), (*chain.from_iterable(one.values for one in several),))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON; 1, 1.0 and true are not."""
-    kind = one.__class__
-    if kind is not other.__class__:
-        return False
-    if kind is dict:
-        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
-    if kind is list:
-        return len(one) == len(other) and all(map(_same, one, other))
-    return kind in _PLAIN and bool(one == other)

@@ -16,7 +16,7 @@ from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
 from saesteer.language.sites import SUMS, op_site, parse
 from saesteer.language.spec import Spec
-from saesteer.planning.immutable import immutable
+from saesteer.planning.immutable import distinct, immutable
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.rows import FeatureRow
@@ -296,7 +296,7 @@ class Clamps:
             yield replace(first, target=Feature(name, feature), field=behind(first.field, n), scale=scale, shift=shift)
 
 
-@immutable(eq=False)
+@distinct
 class Group:
     """Changes at one site that all read the same x, to which all their deltas are then added."""
 
