@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 from typer.testing import CliRunner
 
