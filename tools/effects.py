@@ -2,9 +2,11 @@
 
     python -m tools.effects --dictionary demo --answers demo.jsonl.gz
     python -m tools.effects --dictionary demo --answers demo.jsonl.gz --features 914 6511 8515
+    python -m tools.effects --dictionary demo --from-answers demo.jsonl.gz
 
 The first asks an engine for everything, on an H200 in about four minutes: each feature at five doses, four questions
-each. A run that was cut short goes on where it ended. The second asks for a few features, which a CPU does, too.
+each. A run that was cut short goes on where it ended. The second asks for a few features, which a CPU does, too. The
+third needs no engine: it stores what the answers say of each feature with the labels.
 
 A file of answers is gzipped JSON lines. The first line says what was asked; each other one holds a dose `d`, a feature
 `f`, and as `a` the token ids of the answers. The answers without a clamp have dose 0 and feature -1.
@@ -22,9 +24,11 @@ from typing import Any
 
 import torch
 
-from saesteer.commands.effects import PENALTY, QUESTIONS, TOKENS, clamp, doses_of
+from saesteer.commands.effects import PENALTY, QUESTIONS, TOKENS, Answers, clamp, doses_of, effects
 from saesteer.commands.embedded import DICTIONARIES, engine_options
 from saesteer.commands.reading import tokenizer_of, tokens_of
+from saesteer.labels.places import beside
+from saesteer.labels.writing import keep
 from saesteer.loaders import describe
 from saesteer.model import ensure_model
 
@@ -106,15 +110,29 @@ def ask(given: argparse.Namespace) -> None:
             print(f"{answered:,} of {total:,} clamps in {time.monotonic() - start:.0f} s, {dose:g} max_act", flush=True)
 
 
+def told(file: Path) -> list[Answers]:
+    """The answers in a file, as texts."""
+    tokenizer = tokenizer_of(str(ensure_model(print)))
+    lines = [one for one in read(file) if "a" in one]
+    texts = iter(tokenizer.batch_decode([ids for one in lines for ids in one["a"]], skip_special_tokens=True))
+    return [Answers(one["f"], one["d"], [next(texts) for _ in one["a"]]) for one in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dictionary", choices=DICTIONARIES, required=True)
-    parser.add_argument("--answers", type=Path, required=True, help="the file of answers, which is made or continued")
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--answers", type=Path, help="the file of answers, which is made or continued")
+    files.add_argument("--from-answers", type=Path, help="such a file, from which effects are stored")
     parser.add_argument("--features", type=int, nargs="+", help="some features; by default all")
     parser.add_argument("--doses", type=float, nargs="+", help="in max_act; by default those of saesteer.commands")
     fast = torch.cuda.is_available()
     parser.add_argument("--running", type=int, default=1024 if fast else 16, help="requests at once in the engine")
-    ask(parser.parse_args())
+    given = parser.parse_args()
+    if given.answers:
+        ask(given)
+    else:
+        keep(beside(DICTIONARIES[given.dictionary]), effects(told(given.from_answers)))
 
 
 if __name__ == "__main__":

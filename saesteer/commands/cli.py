@@ -186,22 +186,33 @@ def label(
         Path | None,
         typer.Option("--from-neuronpedia", metavar="FOLDER", help="Export of a source, in place of a text."),
     ] = None,
+    features: Annotated[
+        list[int] | None,
+        typer.Option("--effects", metavar="FEATURE", min=0, help="Measure what its clamp does; repeatable."),
+    ] = None,
     dictionary: Dictionaries = None,
     model: Model = "demo",
     max_tokens: MaxTokens = 100_000,
     backend: Runs = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Find out what features are about, from a text or Neuronpedia's export, and save it next to the dictionary."""
+    """Find out what features are about or do: from a text, Neuronpedia's export, or clamps. Saved by the dictionary."""
+    from saesteer.commands import effects, serve
     from saesteer.commands.features import choose
     from saesteer.commands.label import run, run_import
 
     config = read_settings(dictionary)
-    if text_file is not None and from_neuronpedia is None:
+    if (text_file is not None) + (from_neuronpedia is not None) + bool(features) > 1:
+        raise ConfigError("label takes one of --text-file, --from-neuronpedia and --effects")
+    if features:
+        serve.need_vllm()
+        effects.run(Console(), model, config, features, verbose=verbose)
+    elif text_file is not None:
         run(Console(), model, config, text_file, max_tokens=max_tokens, backend=choose(backend))
-    elif from_neuronpedia is not None and text_file is None:
+    elif from_neuronpedia is not None:
         run_import(Console(), config, from_neuronpedia)
     else:
-        raise ConfigError("label needs either --text-file FILE or --from-neuronpedia FOLDER")
+        raise ConfigError("label needs --text-file FILE, --from-neuronpedia FOLDER or --effects FEATURE")
 
 
 @app.command()

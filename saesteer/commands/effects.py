@@ -1,18 +1,46 @@
-"""What clamps of features make a model write: the requests that show it, and the doses. Reads no answer.
+"""What clamps of features make a model write: the requests that show it, and what their answers say of each feature.
 
 Each feature is clamped at a few doses, and a few questions are asked that leave the subject open. The answers are
-greedy, as the documentation's are, so the numbers repeat.
+greedy, as the documentation's are, so the numbers repeat. Of an answer that is broken nothing counts.
+
+A word w counts ``k(d)`` of the answers at dose d. Its share there is taken together with that of the doses next to d,
+``s(d) = (2 k(d) + k(d−) + k(d+)) / (2 n(d) + n(d−) + n(d+))``, as a word that comes at one dose alone is chance. It is
+the feature's if s is RISE times the share of the answers without it, under other clamps or none, that have it. Its best
+dose is the one with the largest s.
 """
 
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
 
+from rich.console import Console
+
+from saesteer.commands.evidence import repetition
+from saesteer.commands.prove import Known, resolved
+from saesteer.commands.reading import tokenizer_of, tokens_of
 from saesteer.commands.trials import PROMPTS
+from saesteer.commands.waiting import steps
+from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
+from saesteer.errors import ConfigError
+from saesteer.labels.places import place_of
+from saesteer.labels.search import stems
+from saesteer.labels.store import Effect, Written
+from saesteer.labels.writing import keep
+from saesteer.plugin.job import Batch
+from saesteer.plugin.job import run as run_engine
 
 QUESTIONS = PROMPTS[:4]
 TOKENS, PENALTY = 24, 1.1  # of an answer; what repeats a token is worth
 # In max_act, what tells most first. One MLP moves the stream less than a whole layer's features do.
 DOSES, DOSES_INSIDE = (2.0, 1.5, 3.0, 1.0, 4.0), (6.0, 4.0, 8.0, 2.0, 12.0)
+REPEATED, LETTERS = 0.4, 0.75  # a sound text has fewer repeated phrases, and as many letters among its characters
+RISE, LEAST, MOST = 4.0, 0.4, 8  # times as often as elsewhere; share of the answers; words kept of a feature
+OTHERS, RUNNING = 8, 64  # features to compare with, where not all are measured; requests at once
+_WORD = re.compile(r"[^\W\d_]{3,}")
 
 
 def doses_of(info: CoderInfo) -> tuple[float, ...]:
@@ -24,3 +52,122 @@ def clamp(dictionary: str, feature: int, dose: float) -> dict[str, Any]:
     """The spec of a request that clamps a feature."""
     edit = {"op": "clamp", "dictionary": dictionary, "feature": feature, "value": dose, "unit": "max_act"}
     return {"edits": [edit]}
+
+
+def run(console: Console, model: str, config: SaesteerConfig, features: Collection[int], *, verbose: bool) -> Path:
+    """Measure features of one dictionary in an engine, and store what they do with its labels.
+
+    Args:
+        console: where to print.
+        model: a folder, a hub id or `demo`.
+        config: its dictionary, which has labels.
+        features: which ones.
+        verbose: show vLLM's output.
+
+    Returns:
+        The file of the labels.
+
+    Raises:
+        SaesteerError: the model, the dictionary or a feature is invalid, there are no labels, the engine failed, or the
+            file cannot be written.
+    """
+    place, config, options = resolved(model, config)
+    known = Known.open(place, config)
+    known.labels.close()
+    name, info = known.name, known.info
+    if unknown := [one for one in features if info.row_of(one) is None]:
+        raise ConfigError(f"--effects {unknown[0]}: dictionary {name!r} has no such feature")
+    ids = range(info.features) if info.feature_ids is None else info.feature_ids
+    others = {*Random(0).sample(ids, min(OTHERS, info.features))}.difference(features)
+    doses = doses_of(info)
+    asked = [(-1, 0.0), *((one, doses[0]) for one in others), *((one, dose) for dose in doses for one in features)]
+    tokenizer = tokenizer_of(place)
+    prompts = [tokens_of(tokenizer, text, chat=bool(getattr(tokenizer, "chat_template", None))) for text in QUESTIONS]
+    specs = [clamp(name, *one) if one[1] else None for one in asked for _ in prompts]
+    batch = Batch(prompts * len(asked), specs, max_tokens=TOKENS, repetition_penalty=PENALTY)
+    once = {"enforce_eager": True, "max_model_len": TOKENS + max(map(len, prompts)), "max_num_seqs": RUNNING}
+    with steps(console, hidden=verbose) as show:
+        show(f"Asking the engine {len(specs):,} times")
+        dictionaries = config.to_json()["dictionaries"]
+        [made] = run_engine(place, [batch], dictionaries=dictionaries, options={**options, **once}, verbose=verbose)
+    texts = iter([one.text for one in made])
+    found = effects([Answers(*one, [next(texts) for _ in prompts]) for one in asked])
+    file = place_of(info).file
+    keep(file, [one for one in found if one.feature in features])
+    console.print(f"{name}: effects of {len(features):,} features; saved in {file}", soft_wrap=True, highlight=False)
+    return file
+
+
+def is_sound(text: str) -> bool:
+    """Whether a text has neither begun to repeat itself nor fallen into signs and numbers."""
+    shown = [one for one in text if not one.isspace()]
+    return bool(shown) and repetition(text) < REPEATED and sum(map(str.isalpha, shown)) >= LETTERS * len(shown)
+
+
+class Answers(NamedTuple):
+    """The answers to the questions under one clamp."""
+
+    feature: int  # -1: none is clamped
+    dose: float
+    texts: Sequence[str]
+
+
+class _At(NamedTuple):
+    dose: float
+    answers: int
+    sound: int  # how many of them are
+    words: Counter[str]  # in how many of these each stem is
+
+
+def effects(asked: Sequence[Answers]) -> list[Effect]:
+    """What the answers show of each feature, in the features' order.
+
+    Args:
+        asked: of the features, of others to compare with, and without a clamp.
+    """
+    stem = stems(sorted({word for one in asked for text in one.texts for word in _words(text)}))
+    spelled = {one: word for word, one in sorted(stem.items(), key=lambda pair: len(pair[0]), reverse=True)}
+
+    def counted(texts: Sequence[str]) -> Counter[str]:
+        return Counter(one for text in texts for one in {stem[word] for word in _words(text)})
+
+    found: dict[int, list[_At]] = {}
+    usual, total = Counter[str](), 0
+    for one in sorted(asked, key=lambda one: (one.feature, one.dose)):
+        sound = [text for text in one.texts if is_sound(text)]
+        at = _At(one.dose, len(one.texts), len(sound), counted(sound))
+        found.setdefault(one.feature, []).append(at)
+        usual.update(at.words)
+        total += at.sound
+    made = []
+    for feature, ats in found.items():
+        if feature >= 0:
+            own = Counter[str]()
+            for at in ats:
+                own.update(at.words)
+            others = total - sum(at.sound for at in ats)
+            rare = {one: (usual[one] - count + 1) / (others + 1) for one, count in own.items()}
+            breaks = next((at.dose for at in ats if 2 * at.sound <= at.answers), None)
+            writes = [Written(spelled[one], *found) for one, share in rare.items() if (found := _best(ats, one, share))]
+            made.append(Effect(feature, breaks, tuple(sorted(writes, key=_order)[:MOST])))
+    return made
+
+
+def _best(ats: Sequence[_At], stem: str, usual: float) -> tuple[float, int] | None:
+    """The dose at which a word comes most, and its share there in percent; None: it is not the feature's."""
+    shares = []
+    for n, at in enumerate(ats):
+        near = [at, *ats[max(0, n - 1) : n + 2]]  # itself twice
+        shares.append(sum(one.words[stem] for one in near) / sum(one.answers for one in near))
+    share = max(shares)
+    if share < max(LEAST, RISE * usual):
+        return None
+    return ats[shares.index(share)].dose, round(100 * share)
+
+
+def _order(one: Written) -> tuple[int, str]:
+    return -one.share, one.word
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text.lower()))

@@ -60,6 +60,8 @@ def run(console: Console, config: SaesteerConfig, words: str, *, feature: int | 
                 found = labels.find(words, min(most, MOST))
                 rows = [_Found(one, f"{score:.1f}", {"query": words, "score": round(score, 2)}) for score, one in found]
                 without += [] if rows else [f"no feature of {name!r} matches {words!r}"]
+                if found and (near := found[0][1].instead):
+                    without.append(f"no feature of {name!r} matches {words!r}; did you mean {near!r}?")
             else:
                 rows = [] if (one := labels.feature(feature)) is None else [_Found(one)]
                 without += [] if rows else [f"--feature {feature}: {_numbers(name, labels, feature)}"]
@@ -178,7 +180,7 @@ def _print(console: Console, name: str, head: str, rows: list[_Found], *, as_jso
             told = {"dictionary": name, **found.facts, **found.feature.to_json()}
             console.out(json.dumps(told), highlight=False)
         return
-    table = Table("feature", head, "label", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
+    table = Table("feature", head, "label", "clamp", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
     for one, score, facts in rows:
         shown = one.examples if whole else one.examples[:_EXAMPLES]
         lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]
@@ -187,8 +189,18 @@ def _print(console: Console, name: str, head: str, rows: list[_Found], *, as_jso
             known = [("max_act", facts["max_act"]), ("density", one.density)]
             lines += [Text(f"{what} {value:.4g}") for what, value in known if value is not None]
         by = f" ({one.label_by})" if one.label_by and whole else ""
-        table.add_row(str(one.feature), score, plain(f"{one.label or ''}{by}"), Text("\n").join(lines))
+        label = plain(f"{one.label or ''}{by}")
+        table.add_row(str(one.feature), score, label, _effect(one, whole=whole), Text("\n").join(lines))
     console.print(table)
+
+
+def _effect(one: Feature, *, whole: bool) -> Text:
+    if one.only_reads is None:
+        return Text("not measured")
+    lines = [] if one.best is None else [f"{one.best.value:g} max_act writes"]
+    lines += [", ".join(one.writes if whole else one.writes[:3]) or "only reads"]
+    lines += [] if one.breaks is None else [f"{one.breaks.value:g} breaks text"]
+    return plain("\n".join(lines))
 
 
 def _context(example: Example) -> Text:

@@ -19,7 +19,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
-from saesteer.labels import store
+from saesteer.labels import writing
 from saesteer.labels.gather import Gathered
 from saesteer.labels.lens import lens
 from saesteer.labels.neuronpedia import MOST_FEATURES, Export
@@ -76,7 +76,7 @@ def run(
         tokens = gathered[key].tokens
         _keep_unit(one.coder.info, drafts[key], gathered[key].max_act, tokens, one.info.site_in)
         about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens, site)
-        store.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
+        writing.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
         seen = int((gathered[key].counts > 0).sum())
         _say(console, f"{key}: {seen:,} of {one.info.features:,} features were active on {tokens:,} tokens", place)
         saved.append(place)
@@ -141,7 +141,7 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
         _keep_unit(info, draft, largest, None, None, gaps)
     place, whose, _ = place_of(info)  # Neuronpedia says no site
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
-    store.write(place, about, [], entries)
+    writing.write(place, about, [], entries)
     labels = sum(one.label is not None for one in entries)
     _say(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
     if bool(largest.any()) and gaps:

@@ -76,7 +76,7 @@ def run(
     """
     check_folder("--json", json_file)
     check_folder("--plot", plot)
-    place, config, options = _resolved(model, config)
+    place, config, options = resolved(model, config)
     known = Known.open(place, config)
     with known.labels:
         proved = [known.subject(one) for one in dict.fromkeys(features)] or [*islice(known.subjects(), FIRST)]
@@ -120,7 +120,7 @@ class Known:
         infos = check(place, config).infos
         refuse_across(infos)
         if len(infos) > 1:
-            raise ConfigError("prove reads one dictionary, this is a set; expected one layer: NAME=PLACE@LAYER")
+            raise ConfigError("one dictionary is measured, this is a set; expected one layer: NAME=PLACE@LAYER")
         [(name, info)] = infos.items()
         if str(info.site_out).partition(".")[0] in INSIDE:
             raise ConfigError(f"dictionary {name!r} writes to {info.site_out}; expected one that writes to the stream")
@@ -167,11 +167,15 @@ class Known:
         return Subject(self.name, feature, float(largest[row]), d.numpy(), site, factor, self.info.in_norm)
 
 
-def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
-    """The model's place, one dictionary that is loaded whole, and vLLM's options."""
+def resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
+    """The model's place, one dictionary that is loaded whole, and vLLM's options.
+
+    Raises:
+        ConfigError: none is named or several are, or the embedded model cannot be obtained.
+    """
     names = list(config.dictionaries) or [DEMO_DICTIONARY] * (model == DEMO_DICTIONARY)
     if len(names) != 1:
-        raise ConfigError(f"prove reads one dictionary, {len(names)} are named; expected one --dictionary NAME=PLACE")
+        raise ConfigError(f"one dictionary is measured, {len(names)} are named; expected one --dictionary NAME=PLACE")
     place, config, options = resolve(model, config)
     source = replace(config.dictionaries[names[0]], rows=False)
     return place, replace(config, dictionaries={names[0]: source}), options

@@ -1,4 +1,4 @@
-"""The file of labels next to a dictionary: one SQLite database with a full-text index, written once, then only read.
+"""Reads the file of labels next to a dictionary: an SQLite database with full-text indexes. writing.py writes it.
 
 A label file may come from anybody, so it is data and nothing else: opened read-only, with the schema that this version
 writes or not at all, with bounds on every value and on the time of a query. Knows no model, no torch and no request.
@@ -12,18 +12,18 @@ import json
 import math
 import re
 import sqlite3
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 from saesteer.errors import LoadError
-from saesteer.labels import rule
+from saesteer.labels import rule, search
+from saesteer.labels.search import RANKS
 
 VERSION = "1"
 MAX_WORDS, MAX_QUERY = 16, 200  # words and characters of a query
@@ -39,7 +39,7 @@ _HEAD = b"SQLite format 3\0"
 _WORD, _WORD_ENDS = re.compile(r"\w+"), re.compile(r"\w+\Z")
 _EXPECTED = "a file that `saesteer label` wrote"
 # The porter stemmer finds "bridges" for "bridge"; a contentless index holds no text a second time.
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE TABLE features (id INTEGER PRIMARY KEY, label TEXT, label_by TEXT, max_act REAL, density REAL,
@@ -48,8 +48,13 @@ CREATE TABLE examples (feature INTEGER, rank INTEGER, value REAL, text INTEGER, 
   PRIMARY KEY (feature, rank)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5(label, peaks, near, promotes, content='', tokenize='porter unicode61');
 """
-# A word in somebody's label says most, then one that the feature is strongest on.
-_SEARCH = "SELECT rowid, bm25(words, 8, 6, 1, 1) FROM words WHERE words MATCH ? ORDER BY 2, 1 LIMIT ?"
+# What clamps of features make the model write, in a file where that has been measured. `share` is in percent.
+EFFECTS = """
+CREATE TABLE clamps (feature INTEGER PRIMARY KEY, breaks REAL);
+CREATE TABLE writes (id INTEGER PRIMARY KEY, word TEXT NOT NULL, dose REAL NOT NULL, share INTEGER NOT NULL);
+CREATE VIRTUAL TABLE written USING fts5(word, content='writes', content_rowid='id', columnsize=0,
+  tokenize='porter unicode61');
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,32 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """A word that a clamp of a feature makes the model write, whatever it is asked."""
+
+    word: str
+    dose: float  # at which it comes in most answers, in max_act
+    share: int  # of the answers there that have the word and are sound, in percent
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What clamps of a feature do."""
+
+    feature: int
+    breaks: float | None  # the smallest dose that was tried at which half of the answers are broken, in max_act
+    writes: tuple[Written, ...] = ()  # the most frequent first; none: the feature only reads
+
+
+@dataclass(frozen=True, slots=True)
+class Dose:
+    """The value of a clamp."""
+
+    value: float
+    unit: str = "max_act"
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """A token on which a feature is strong, with the text around it."""
 
@@ -113,49 +144,15 @@ class Feature:
     promotes: tuple[str, ...]
     suppresses: tuple[str, ...]
     examples: tuple[Example, ...]
+    writes: tuple[str, ...] = ()  # words that its clamp makes the model write
+    best: Dose | None = None  # at which the model writes the first of them, or the one that was looked for
+    breaks: Dose | None = None  # the smallest that was tried at which half of the answers are broken
+    only_reads: bool | None = None  # whether no clamp that was tried makes the model write its words; None: not tried
+    instead: str | None = None  # the word that was looked for, as no feature has the query's own
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with every field but ``max_act``, which is not always the number of the unit max_act."""
         return {name: found for name, found in asdict(self).items() if name != "max_act"}
-
-
-def write(path: Path, about: About, texts: Sequence[str], entries: Iterable[Entry]) -> None:
-    """Write a file completely or not at all, and replace an older one; equal content gives equal bytes.
-
-    Raises:
-        LoadError: the file cannot be written.
-    """
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as scratch:
-            made = Path(scratch) / "labels"
-            with closing(sqlite3.connect(made)) as base:
-                base.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {_SCHEMA}")
-                _fill(base, about, texts, entries)
-            made.chmod(0o644)
-            made.replace(path)
-    except (OSError, sqlite3.Error) as exc:
-        raise LoadError(f"{path}: cannot be written ({exc}); expected a folder that can be written to") from exc
-
-
-def _fill(base: sqlite3.Connection, about: About, texts: Sequence[str], entries: Iterable[Entry]) -> None:
-    facts = {name: getattr(about, name) for name in about.__slots__} | {"version": VERSION}
-    base.executemany("INSERT INTO about VALUES (?, ?)", [(k, str(v)) for k, v in facts.items() if v is not None])
-    base.executemany("INSERT INTO texts VALUES (?, ?)", enumerate(texts))
-    for one in entries:
-        tokens = [json.dumps(list(part), ensure_ascii=False) for part in (one.promotes, one.suppresses)]
-        row = (one.feature, one.label, one.label_by, one.max_act, one.density, *tokens)
-        base.execute("INSERT INTO features VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-        spots = [(one.feature, n, s.value, s.text, s.start, s.stop) for n, s in enumerate(one.spots)]
-        base.executemany("INSERT INTO examples VALUES (?, ?, ?, ?, ?, ?)", spots)
-        # A word that is the strongest several times counts several times, one that is only near counts once.
-        peaks = [word_at(texts[s.text], s.start, s.stop) for s in one.spots]
-        around = " ".join(texts[s.text][max(0, s.start - NEAR[0]) : s.stop + NEAR[1]] for s in one.spots)
-        near = [word for word in words_in(around) if word not in peaks]
-        words = one.feature, one.label, " ".join(peaks), " ".join(near), " ".join(one.promotes)
-        base.execute("INSERT INTO words(rowid, label, peaks, near, promotes) VALUES (?, ?, ?, ?, ?)", words)
-    base.execute("INSERT INTO words(words) VALUES ('optimize')")
-    base.commit()
-    base.execute("VACUUM")
 
 
 def word_at(text: str, start: int, stop: int) -> str:
@@ -180,6 +177,7 @@ class Labels:
         self.path = path
         self._base = base
         self.about = self._about()
+        self._measured = bool(self._ask("SELECT 1 FROM sqlite_master WHERE name = 'clamps'"))
 
     @classmethod
     def open(cls, path: Path, *, dictionary: str | None = None, site: str | None = None) -> Self:
@@ -201,7 +199,7 @@ class Labels:
             base = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
             try:
                 _guard(base)
-                if _objects(base) != _known_objects():
+                if _objects(base) not in _known_objects():
                     raise _wrong(path, "has another schema")
                 found = cls(path, base)
             except BaseException:
@@ -228,7 +226,10 @@ class Labels:
         self.close()
 
     def find(self, query: str, most: int = 10) -> list[tuple[float, Feature]]:
-        """The features whose label, examples or promoted tokens have words of a query, best first.
+        """The features whose clamp writes words of a query, or whose label, examples or promoted tokens have them.
+
+        Where effects have been measured, what a clamp does counts most: ``search.py`` has the order. For a word that no
+        feature writes and none is strongest on, the most similar one that some feature writes is looked for.
 
         Args:
             query: words; whatever else it holds separates them. One of them is enough, more rank higher.
@@ -244,9 +245,13 @@ class Labels:
         if not words:
             return []
         with _reading(self.path):
-            rows = self._ask(_SEARCH, " OR ".join(f'"{word}"' for word in words), min(most, MOST))
-            found = [(-float(score), self.feature(feature)) for feature, score in rows]
-        return [(score, one) for score, one in found if one is not None]
+            found, instead = search.ranked(self._ask, words, measured=self._measured)
+            hits = [(one, self.feature(one.feature)) for one in found[: min(most, MOST)]]
+            return [
+                (one.score, replace(known, best=_dose(self._number(one.dose)) or known.best, instead=instead))
+                for one, known in hits
+                if known is not None
+            ]
 
     def feature(self, feature: int) -> Feature | None:
         """What the file knows about a feature; None if it is not there.
@@ -270,7 +275,19 @@ class Labels:
                 label = rule.label(peaks, likely)
                 by = None if label is None else rule.NAME
             texts = self._text(label, MAX_LABEL), self._text(by, MAX_LABEL)
-            return Feature(feature, *texts, self._number(max_act), self._number(density), likely, unlikely, examples)
+            numbers = self._number(max_act), self._number(density)
+            return Feature(feature, *texts, *numbers, likely, unlikely, examples, *self._effect(feature))
+
+    def _effect(self, feature: int) -> tuple[Any, ...]:
+        """The fields of a feature from ``writes`` to ``only_reads``."""
+        found = self._measured and self._ask("SELECT breaks FROM clamps WHERE feature = ?", feature)
+        if not found:
+            return ()
+        sql = "SELECT word, dose FROM writes WHERE id BETWEEN ? AND ? ORDER BY id"
+        rows = self._ask(sql, feature * RANKS, feature * RANKS + RANKS - 1)
+        words = tuple(self._text(word, MAX_TOKEN) or "" for word, _ in rows)
+        best, breaks = (_dose(self._number(one)) for one in (rows[0][1] if rows else None, found[0][0]))
+        return words, best, breaks, not words
 
     def _examples(self, feature: int) -> Iterator[Example]:
         sql = "SELECT value, text, start, stop FROM examples WHERE feature = ? ORDER BY rank LIMIT ?"
@@ -330,6 +347,10 @@ def words_of(query: str) -> list[str]:
     return words_in(query[:MAX_QUERY])[:MAX_WORDS]
 
 
+def _dose(value: float | None) -> Dose | None:
+    return None if value is None else Dose(value)
+
+
 def _is_token(value: object) -> bool:
     return isinstance(value, str) and len(value) <= MAX_TOKEN
 
@@ -360,12 +381,14 @@ def _guard(base: sqlite3.Connection) -> None:
 def _objects(base: sqlite3.Connection) -> Mapping[str, str]:
     """Kind and text of everything in a schema, by name; of FTS5's own tables, whose texts are its own, the kind."""
     rows = base.execute("SELECT name, type, sql FROM sqlite_master LIMIT 64").fetchall()
-    return {str(name): kind if str(name).startswith("words_") else f"{kind} {sql}" for name, kind, sql in rows}
+    return {str(name): kind if re.match("words_|written_", str(name)) else f"{kind} {sql}" for name, kind, sql in rows}
 
 
 @cache
-def _known_objects() -> Mapping[str, str]:
-    """The same of a file that this version writes."""
+def _known_objects() -> tuple[Mapping[str, str], ...]:
+    """The same of files that this version writes: without effects, and with them."""
     with closing(sqlite3.connect(":memory:")) as base:
-        base.executescript(_SCHEMA)
-        return _objects(base)
+        base.executescript(SCHEMA)
+        plain = _objects(base)
+        base.executescript(EFFECTS)
+        return plain, _objects(base)

@@ -101,7 +101,7 @@ export function addSlider(feature) {
       feature: feature.feature,
       label: known?.label ?? "",
       maxAct: known?.max_act ?? null,
-      value: String(known?.best ?? (known?.max_act ? 2 : 1)),
+      value: String(known?.best?.value ?? (known?.max_act ? 2 : 1)),
     };
     s.sliders.push(newSlider(s.nextId++, added));
     s.status = `Slider ${s.sliders.length} added`;

@@ -17,7 +17,7 @@ from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
-from saesteer.labels import places, store
+from saesteer.labels import places, writing
 from saesteer.labels.store import About, Entry, Labels, Spot
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
@@ -138,7 +138,7 @@ def test_labels_are_about_the_site_that_was_read(oracle: Oracle, place: str, tmp
     with pytest.raises(LoadError, match=told):
         places.opened(info)
     # Labels of unknown origin, such as Neuronpedia's, are taken for right.
-    store.write(Path(f"{place}.labels"), About(places.place_of(info).dictionary, 40, ""), [], [Entry(100, "x")])
+    writing.write(Path(f"{place}.labels"), About(places.place_of(info).dictionary, 40, ""), [], [Entry(100, "x")])
     found("resid_post.3")
 
 
@@ -225,7 +225,7 @@ def test_nothing_in_a_file_speaks_to_the_terminal(place: str, capsys: pytest.Cap
     file, whose, _ = places.place_of(describe(place))
     evil = "[bold]x[/bold] :gold: \x1b[2J\x9b2J\u202e"
     entry = Entry(100, evil, evil, None, None, (evil,), (evil,), (Spot(1.0, 0, 0, len(evil)),))
-    store.write(file, About(whose, 40, evil), [evil], [entry])
+    writing.write(file, About(whose, 40, evil), [evil], [entry])
     config = read_settings([f"d={place}@resid_post.15"])
     for as_json in (False, True):
         find.run(Console(width=400), config, "", feature=100, most=1, as_json=as_json)
@@ -249,7 +249,7 @@ def test_mistakes(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["label"], "either --text-file FILE or --from-neuronpedia FOLDER"),
+        (["label"], "needs --text-file FILE, --from-neuronpedia FOLDER or --effects FEATURE"),
         (["find"], "expected words to look for"),
         (["find", "--positive", "x"], "needs both --positive FILE and --negative FILE, or neither"),
         (["find", "ocean", "--feature", "3"], "find takes one of WORDS, --feature, or --positive with --negative"),

@@ -243,7 +243,7 @@ def test_without_names_the_first_features_are_proved(engine: Engine, monkeypatch
     ("dictionaries", "features", "said"),
     [
         ([], [9216], "--feature 9216: dictionary 'demo' has no such feature"),
-        ([f"a={DEMO_SAE}", f"b={DEMO_SAE}"], [], "prove reads one dictionary, 2 are named"),
+        ([f"a={DEMO_SAE}", f"b={DEMO_SAE}"], [], "one dictionary is measured, 2 are named"),
     ],
 )
 def test_mistakes_are_told(dictionaries: list[str], features: list[int], said: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from saesteer.errors import LoadError
-from saesteer.labels import store
+from saesteer.labels import store, writing
 from saesteer.labels.store import About, Entry, Example, Labels, Spot
 
 TEXTS = ['The old bridge\nover the bay, and Bridges of "gold".', "In the ocean there are whales; the oceans are wide."]
@@ -26,7 +26,7 @@ ENTRIES = [
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    store.write(tmp_path / "d.labels", ABOUT, TEXTS, ENTRIES)
+    writing.write(tmp_path / "d.labels", ABOUT, TEXTS, ENTRIES)
     return tmp_path / "d.labels"
 
 
@@ -95,7 +95,7 @@ def test_long_queries_are_cut(file: Path) -> None:
 
 def test_equal_content_gives_equal_bytes(file: Path) -> None:
     """Also in another process, where sets have another order."""
-    code = "from tests.labels.test_store import *; import sys; store.write(Path(sys.argv[1]), ABOUT, TEXTS, ENTRIES)"
+    code = "from tests.labels.test_store import *; import sys; writing.write(Path(sys.argv[1]), ABOUT, TEXTS, ENTRIES)"
     for seed in ("1", "2"):
         other = file.with_name(seed)
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -105,7 +105,7 @@ def test_equal_content_gives_equal_bytes(file: Path) -> None:
 
 def test_an_older_file_is_replaced_and_a_failure_leaves_it(file: Path) -> None:
     with Labels.open(file) as before:
-        store.write(file, ABOUT, TEXTS, ENTRIES[:1])
+        writing.write(file, ABOUT, TEXTS, ENTRIES[:1])
         assert before.feature(5) is not None  # who has it open reads on
         with Labels.open(file) as after:
             assert after.feature(5) is None
@@ -115,12 +115,12 @@ def test_an_older_file_is_replaced_and_a_failure_leaves_it(file: Path) -> None:
         raise LoadError("line 2")
 
     with pytest.raises(LoadError, match="line 2"):
-        store.write(file, ABOUT, TEXTS, failing())  # type: ignore[arg-type]
+        writing.write(file, ABOUT, TEXTS, failing())  # type: ignore[arg-type]
     assert [path.name for path in file.parent.iterdir()] == ["d.labels"]
     with Labels.open(file) as labels:
         assert labels.feature(3) is not None
     with pytest.raises(LoadError, match=r"/no/such/d\.labels: cannot be written"):
-        store.write(Path("/no/such/d.labels"), ABOUT, TEXTS, ENTRIES)
+        writing.write(Path("/no/such/d.labels"), ABOUT, TEXTS, ENTRIES)
 
 
 def test_a_file_is_never_written_to(file: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_query_that_takes_too_long_ends(file: Path, monkeypatch: pytest.Monkey
 def test_a_large_file_is_searched_at_once(tmp_path: Path) -> None:
     texts = [f"the word number{n} of many" for n in range(200)]
     entries = (Entry(n, f"label {n}", "x", spots=(Spot(1.0, n % 200, 4, 8),)) for n in range(20_000))
-    store.write(tmp_path / "d.labels", About("", 20_000, ""), texts, entries)
+    writing.write(tmp_path / "d.labels", About("", 20_000, ""), texts, entries)
     start = time.monotonic()
     with Labels.open(tmp_path / "d.labels") as labels:
         assert len(labels.find("number7 label word", 100)) == 100

@@ -60,7 +60,13 @@ function layers(search, dictionaries) {
 
 function found(results) {
   if (!results.length) return html`<p>No feature has these words.</p>`;
-  return html`<ul class="found" aria-label="Features found">${results.map(feature)}</ul>`;
+  const { instead } = results[0];
+  return html`
+    ${instead ? html`<p>No feature has these words. Did you mean ${instead}?</p>` : nothing}
+    <ul class="found" aria-label="Features found">
+      ${results.map(feature)}
+    </ul>
+  `;
 }
 
 function feature(one) {
@@ -68,6 +74,11 @@ function feature(one) {
   const facts = [
     one.max_act === null ? "" : `max_act ${one.max_act.toPrecision(3)}`,
     one.density === null ? "" : `on ${(100 * one.density).toPrecision(2)} % of tokens`,
+  ];
+  const effects = [
+    one.best ? `writes ${one.writes.slice(0, 3).join(", ")} at ${one.best.value} × max_act` : "",
+    one.only_reads ? "only reads: no clamp makes the model say it" : "",
+    one.breaks ? `breaks text at ${one.breaks.value} × max_act` : "",
   ];
   return html`
     <li>
@@ -80,6 +91,7 @@ function feature(one) {
         Add slider
       </button>
       <p class="quiet">${facts.filter(Boolean).join(", ")}</p>
+      <p class="quiet">${effects.filter(Boolean).join(", ")}</p>
       ${example ? html`<p class="example">${example.before}<mark>${example.token}</mark>${example.after}</p>` : nothing}
     </li>
   `;

@@ -45,6 +45,13 @@ class ExampleEntry(BaseModel):
     after: str
 
 
+class ClampValue(BaseModel):
+    """The value of a clamp, as a request has it."""
+
+    value: float
+    unit: str
+
+
 class FeatureEntry(BaseModel):
     """What is known of a feature."""
 
@@ -59,7 +66,12 @@ class FeatureEntry(BaseModel):
     promotes: list[str] = Field(description="Tokens whose logits its decoder row raises most.")
     suppresses: list[str]
     examples: list[ExampleEntry] = Field(description="Strongest first.")
-    score: float | None = Field(None, description="How well it fits `q`; larger is better.")
+    writes: list[str] = Field(description="Words that its clamp makes the model write, the most frequent first.")
+    best: ClampValue | None = Field(description="A clamp at which the model writes them, or the word that `q` has.")
+    breaks: ClampValue | None = Field(description="The smallest that was tried at which half of the answers break.")
+    only_reads: bool | None = Field(description="Whether no clamp makes the model write its words; null: not measured.")
+    instead: str | None = Field(description="The similar words that found it, where no feature has those of `q`.")
+    score: float | None = Field(None, description="How well it fits `q`, and does what it says; larger is better.")
 
 
 class FeatureList(BaseModel):
