@@ -196,7 +196,7 @@ def label(
     backend: Runs = None,
     verbose: Verbose = False,
 ) -> None:
-    """Find out what features are about or do: from a text, Neuronpedia's export, or clamps. Saved by the dictionary."""
+    """Find out what features are about, or what their clamps do, and save it next to the dictionary."""
     from saesteer.commands import effects, serve
     from saesteer.commands.features import choose
     from saesteer.commands.label import run, run_import

@@ -38,7 +38,9 @@ TOKENS, PENALTY = 24, 1.1  # of an answer; what repeats a token is worth
 # In max_act, what tells most first. One MLP moves the stream less than a whole layer's features do.
 DOSES, DOSES_INSIDE = (2.0, 1.5, 3.0, 1.0, 4.0), (6.0, 4.0, 8.0, 2.0, 12.0)
 REPEATED, LETTERS = 0.4, 0.75  # a sound text has fewer repeated phrases, and as many letters among its characters
-RISE, LEAST, MOST = 4.0, 0.4, 8  # times as often as elsewhere; share of the answers; words kept of a feature
+RISE, LEAST = 4.0, 0.25  # times as often as elsewhere; share of the answers
+MOST = 4  # words that are kept of a feature, and features of a word
+STEP = 0.05  # share that the next larger dose may lose
 OTHERS, RUNNING = 8, 64  # features to compare with, where not all are measured; requests at once
 _WORD = re.compile(r"[^\W\d_]{3,}")
 
@@ -125,8 +127,9 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
     Args:
         asked: of the features, of others to compare with, and without a clamp.
     """
-    stem = stems(sorted({word for one in asked for text in one.texts for word in _words(text)}))
-    spelled = {one: word for word, one in sorted(stem.items(), key=lambda pair: len(pair[0]), reverse=True)}
+    spellings = Counter(word for one in asked for text in one.texts for word in _words(text)).most_common()
+    stem = stems([word for word, _ in spellings])
+    spelled = {stem[word]: word for word, _ in reversed(spellings)}  # the most frequent one
 
     def counted(texts: Sequence[str]) -> Counter[str]:
         return Counter(one for text in texts for one in {stem[word] for word in _words(text)})
@@ -139,34 +142,35 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
         found.setdefault(one.feature, []).append(at)
         usual.update(at.words)
         total += at.sound
-    made = []
+    writes: list[tuple[int, int, str, float]] = []  # minus the share, feature, stem, dose
     for feature, ats in found.items():
-        if feature >= 0:
-            own = Counter[str]()
-            for at in ats:
-                own.update(at.words)
-            others = total - sum(at.sound for at in ats)
-            rare = {one: (usual[one] - count + 1) / (others + 1) for one, count in own.items()}
-            breaks = next((at.dose for at in ats if 2 * at.sound <= at.answers), None)
-            writes = [Written(spelled[one], *found) for one, share in rare.items() if (found := _best(ats, one, share))]
-            made.append(Effect(feature, breaks, tuple(sorted(writes, key=_order)[:MOST])))
-    return made
+        own, others = Counter[str](), total - sum(at.sound for at in ats)
+        for at in ats:
+            own.update(at.words)
+        for one, count in own.items():
+            share, dose = _best(ats, one)
+            if share >= max(LEAST, RISE * (usual[one] - count + 1) / (others + 1)):
+                writes.append((-round(100 * share), feature, one, dose))
+    kept: dict[int, list[Written]] = {feature: [] for feature in found}
+    writers = Counter[str]()
+    for share, feature, one, dose in sorted(writes):
+        writers[one] += 1
+        if len(kept[feature]) < MOST or writers[one] <= MOST:
+            kept[feature].append(Written(spelled[one], dose, -share))
+    return [
+        Effect(feature, next((at.dose for at in ats if 2 * at.sound <= at.answers), None), tuple(kept[feature]))
+        for feature, ats in found.items()
+        if feature >= 0
+    ]
 
 
-def _best(ats: Sequence[_At], stem: str, usual: float) -> tuple[float, int] | None:
-    """The dose at which a word comes most, and its share there in percent; None: it is not the feature's."""
+def _best(ats: Sequence[_At], stem: str) -> tuple[float, float]:
+    """A word's share at its best dose, and that dose: the larger one of nearly equal shares."""
     shares = []
     for n, at in enumerate(ats):
         near = [at, *ats[max(0, n - 1) : n + 2]]  # itself twice
-        shares.append(sum(one.words[stem] for one in near) / sum(one.answers for one in near))
-    share = max(shares)
-    if share < max(LEAST, RISE * usual):
-        return None
-    return ats[shares.index(share)].dose, round(100 * share)
-
-
-def _order(one: Written) -> tuple[int, str]:
-    return -one.share, one.word
+        shares.append((sum(one.words[stem] for one in near) / sum(one.answers for one in near), at.dose))
+    return max((share + STEP * n, share, dose) for n, (share, dose) in enumerate(shares))[1:]
 
 
 def _words(text: str) -> set[str]:

@@ -200,7 +200,7 @@ def _effect(one: Feature, *, whole: bool) -> Text:
     lines = [] if one.best is None else [f"{one.best.value:g} max_act writes"]
     lines += [", ".join(one.writes if whole else one.writes[:3]) or "only reads"]
     lines += [] if one.breaks is None else [f"{one.breaks.value:g} breaks text"]
-    return plain("\n".join(lines))
+    return Text("\n").join(map(plain, lines))
 
 
 def _context(example: Example) -> Text:

@@ -1,9 +1,10 @@
 """The order in which features answer a query: by how well words match, and by what a clamp has been seen to do.
 
-The score is ``bm25 * reads + WRITES * share``: bm25 is that of the words in labels and examples, ``reads`` is
-ONLY_READS for a feature whose clamp makes the model write nothing of its own, or else 1, and ``share`` is the part of
-the query's words that a clamp makes the model write, times the part of the answers that have them. So of equal matches,
-one that writes comes before one that only reads. Without measured effects the score is bm25. Knows no file.
+The score is ``bm25 * effect + WRITES * share``. The first is that of the words in labels and examples; its effect is
+ELSE for a feature whose clamp makes the model write other words, READS for one that makes it write none of its own, or
+else 1. The share is the part of the query's words that a clamp makes the model write, times the part of the answers
+that have them. So of equal matches, one that writes comes before one that only reads. Without measured effects the
+score is bm25. Knows no file.
 """
 
 import sqlite3
@@ -13,14 +14,16 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 RANKS = 64  # ids of the table `writes` that belong to one feature, its strongest word first
-WRITES, ONLY_READS = 40.0, 0.5  # bm25 is seldom more than 10
+WRITES = 20.0  # bm25 is seldom more than 10
+ELSE, READS = 0.5, 0.25
 _POOL = 400  # matches of each kind that are put in order
 _SIMILAR = 0.7  # of difflib, 1 for equal words: "ocen" and "ocean" have 0.89
 # A word in somebody's label says most, then one that the feature is strongest on.
 _LABELS = "SELECT rowid, bm25(words, 8, 6, 1, 1) FROM words WHERE words MATCH ? ORDER BY 2, 1 LIMIT ?"
 _MEASURED = f"""
-SELECT words.rowid, bm25(words, 8, 6, 1, 1), clamps.feature IS NOT NULL AND NOT EXISTS
+SELECT words.rowid, bm25(words, 8, 6, 1, 1), CASE WHEN clamps.feature IS NULL THEN 1.0 WHEN EXISTS
   (SELECT 1 FROM writes WHERE id BETWEEN words.rowid * {RANKS} AND words.rowid * {RANKS} + {RANKS - 1})
+  THEN {ELSE} ELSE {READS} END
 FROM words LEFT JOIN clamps ON clamps.feature = words.rowid WHERE words MATCH ? ORDER BY 2, 1 LIMIT ?"""
 _WRITES = f"""
 SELECT writes.id / {RANKS}, writes.dose, min(max(CAST(writes.share AS INTEGER), 0), 100)
@@ -58,14 +61,13 @@ def ranked(ask: Ask, words: Sequence[str], *, measured: bool) -> tuple[list[Hit]
         near = [found for one in words for found in _similar(ask, one)]
         known, instead = near or [*words], " ".join(near) or None
     query = _either(known)
-    found = {
-        feature: Hit(-score * (ONLY_READS if reads else 1.0), feature)
-        for feature, score, reads in ask(_MEASURED, query, _POOL)
-    }
+    matches = {feature: (-score, effect) for feature, score, effect in ask(_MEASURED, query, _POOL)}
+    found = {feature: Hit(score * effect, feature) for feature, (score, effect) in matches.items()}
     for feature, dose, share in ask(_WRITES, query, _POOL):  # the largest share comes first
-        score, _, best = found.get(feature, Hit(0.0, feature))
-        score += WRITES * share / 100 / len(known)
-        found[feature] = Hit(score, feature, dose if best is None else best)
+        before = found.get(feature)
+        if before is None or before.dose is None:
+            before = Hit(matches.get(feature, (0.0,))[0], feature, dose)
+        found[feature] = before._replace(score=before.score + WRITES * share / 100 / len(known))
     return sorted(found.values(), key=lambda one: (-one.score, one.feature)), instead
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -13,12 +14,14 @@ import torch
 from rich.console import Console
 
 from saesteer.commands import convert, find, label, windows
+from saesteer.commands.effects import Answers, effects
+from saesteer.commands.effects import run as effects_of
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.labels import places, writing
-from saesteer.labels.store import About, Entry, Labels, Spot
+from saesteer.labels.store import About, Entry, Labels, Spot, Written
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
@@ -261,6 +264,33 @@ def test_mistakes(place: str, tmp_path: Path) -> None:
 )
 def test_mistakes_on_the_command_line(words: list[str], told: str) -> None:
     assert told in mistake(*words)
+
+
+def test_what_answers_show_of_a_feature() -> None:
+    plain = Answers(-1, 0.0, ["I am here to help with any question."] * 4)
+    other = Answers(5, 2.0, ["The story of a woman who went far away.", *plain.texts[:3]])
+    weak = Answers(3, 1.0, ["Bridges are old.", *plain.texts[:3]])
+    good = Answers(3, 2.0, ["A bridge is here.", "The bridges of a town.", "My bridge!", "I am here to help."])
+    broken = Answers(3, 3.0, ["A bridge is here.", "bridge bridge bridge bridge bridge", "1 2 3 4", ""])
+    found, nothing = effects([plain, other, broken, weak, good])
+    assert (found.feature, found.breaks) == (3, 3.0)
+    assert found.writes[0] == Written("bridge", 2.0, 50)  # 2 * 3 of 4, 1 of 4 and 1 of 4
+    assert not {"here", "help", "the"} & {one.word for one in found.writes}  # no more than elsewhere
+    assert (nothing.feature, nothing.breaks) == (5, None)
+
+
+@pytest.mark.slow
+def test_effects_of_chosen_features_are_measured(tmp_path: Path) -> None:
+    place = tmp_path / "d.safetensors"
+    shutil.copy(DEMO_SAE, place)
+    shutil.copy(DEMO_SAE.with_name(f"{DEMO_SAE.name}.labels"), f"{place}.labels")
+    effects_of(Console(quiet=True), "demo", read_settings([f"d={place}"]), [914, 7081], verbose=False)
+    with Labels.open(Path(f"{place}.labels")) as labels:
+        car, gold, other = (labels.feature(number) for number in (914, 7081, OCEAN))
+    assert car is not None and gold is not None and other is not None
+    assert car.writes[0] == "car" and "coin" in gold.writes and "ocean" in other.writes
+    with pytest.raises(ConfigError, match="--effects 9216: dictionary 'd' has no such feature"):
+        effects_of(Console(quiet=True), "demo", read_settings([f"d={place}"]), [9216], verbose=False)
 
 
 @pytest.mark.parametrize(("word", "feature"), [("bridge", BRIDGE), ("ocean", OCEAN)])

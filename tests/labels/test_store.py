@@ -10,10 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from saesteer.errors import LoadError
 from saesteer.labels import store, writing
-from saesteer.labels.store import About, Entry, Example, Labels, Spot
+from saesteer.labels.store import About, Dose, Effect, Entry, Example, Labels, Spot, Written
 
 TEXTS = ['The old bridge\nover the bay, and Bridges of "gold".', "In the ocean there are whales; the oceans are wide."]
 ABOUT = About("digest", 8, "2 texts", "some/model", 20)
@@ -222,6 +224,36 @@ def test_no_bytes_crash_it(file: Path) -> None:
                 labels.feature(3)
         except LoadError:
             pass
+
+
+def test_effects_are_kept_and_replaced(file: Path) -> None:
+    writing.keep(file, [Effect(3, 3.0, (Written("spans", 1.5, 75), Written("golden", 2.0, 50))), Effect(5, None)])
+    writing.keep(file, [Effect(5, None, (Written("oceans", 2.0, 100),)), Effect(7, 4.0)])
+    with Labels.open(file, dictionary="digest") as labels:
+        writes, silent, other = (labels.feature(number) for number in (3, 7, 5))
+        assert writes is not None and silent is not None and other is not None
+        assert (writes.writes, writes.best, writes.breaks) == (("spans", "golden"), Dose(1.5), Dose(3.0))
+        assert (silent.writes, silent.best, silent.breaks, silent.only_reads) == ((), None, Dose(4.0), True)
+        assert (other.writes, other.only_reads) == (("oceans",), False)
+        [(_, found)] = labels.find("golden gates", 1)  # the dose is that of the word
+        assert (found.feature, found.best, found.instead) == (3, Dose(2.0), None)
+        [(_, near)] = labels.find("ocaen", 1)
+        assert (near.feature, near.instead) == (5, "oceans")
+        assert labels.find("zzz") == []
+        [(_, old)] = labels.find("there")  # only near
+        assert old.feature == 5
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.sampled_from(["none", "reads", "else", "word"]), min_size=2, max_size=12), st.integers(25, 100))
+def test_of_equal_matches_one_that_writes_comes_first(tmp_path: Path, kinds: list[str], share: int) -> None:
+    made, word = {"reads": (), "else": (Written("sky", 1.0, 99),), "word": (Written("bridges", 1.0, share),)}, "bridge"
+    writing.write(tmp_path / "d", About("", 12, ""), [], [Entry(n, word, "x") for n in range(len(kinds))])
+    effects = [Effect(n, None, made[kind]) for n, kind in enumerate(kinds) if kind != "none"]
+    writing.keep(tmp_path / "d", effects)
+    with Labels.open(tmp_path / "d") as labels:
+        order = [kinds[one.feature] for _, one in labels.find(word, 100)]
+    assert order == sorted(order, key=["word", "none", "else", "reads"].index)
 
 
 def test_a_query_that_takes_too_long_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

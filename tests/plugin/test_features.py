@@ -109,6 +109,11 @@ def test_one_feature(client: Any) -> None:
     assert found["feature"] == BRIDGE and found["label_by"] == "rule" and "bridge" in found["label"]
     assert found["examples"][0].keys() == {"value", "before", "token", "after"}
     assert found["score"] is None and found["density"] > 0
+    assert "bridge" in found["writes"] and found["best"]["unit"] == "max_act" and found["only_reads"] is False
+    [typo] = client.get(ROUTE, params={"dictionary": "own", "q": "ocaen", "limit": 1}).json()["features"]
+    assert typo["instead"] == "ocean" and "ocean" in typo["writes"]
+    [old] = client.get(ROUTE, params={"dictionary": "mlp", "feature": 3}).json()["features"]
+    assert old["only_reads"] is None and old["best"] is None  # its effects have not been measured
 
 
 @pytest.mark.parametrize("rows", ["", "rows:"], ids=["in memory", "by rows"])
