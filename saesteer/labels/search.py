@@ -17,7 +17,7 @@ RANKS = 64  # ids of the table `writes` that belong to one feature, its stronges
 WRITES = 20.0  # bm25 is seldom more than 10
 ELSE, READS = 0.5, 0.25
 _POOL = 400  # matches of each kind that are put in order
-_SIMILAR = 0.7  # of difflib, 1 for equal words: "ocen" and "ocean" have 0.89
+_SIMILAR = 0.8  # of difflib, 1 for equal words: "ocen" and "ocean" have 0.89
 # A word in somebody's label says most, then one that the feature is strongest on.
 _LABELS = "SELECT rowid, bm25(words, 8, 6, 1, 1) FROM words WHERE words MATCH ? ORDER BY 2, 1 LIMIT ?"
 _MEASURED = f"""
