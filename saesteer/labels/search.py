@@ -56,7 +56,8 @@ def ranked(ask: Ask, words: Sequence[str], *, measured: bool) -> tuple[list[Hit]
     """
     if not measured:
         return [Hit(-score, feature) for feature, score in ask(_LABELS, _either(words), _POOL)], None
-    known, instead = [one for one in words if _is_known(ask, one)], None
+    instead: str | None = None
+    known = [one for one in words if _is_known(ask, one)]
     if not known:
         near = [found for one in words for found in _similar(ask, one)]
         known, instead = near or [*words], " ".join(near) or None

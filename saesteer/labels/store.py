@@ -280,8 +280,8 @@ class Labels:
 
     def _effect(self, feature: int) -> tuple[Any, ...]:
         """The fields of a feature from ``writes`` to ``only_reads``."""
-        found = self._measured and self._ask("SELECT breaks FROM clamps WHERE feature = ?", feature)
-        if not found:
+        sql = "SELECT breaks FROM clamps WHERE feature = ?"
+        if not (found := self._ask(sql, feature) if self._measured else []):
             return ()
         sql = "SELECT word, dose FROM writes WHERE id BETWEEN ? AND ? ORDER BY id"
         rows = self._ask(sql, feature * RANKS, feature * RANKS + RANKS - 1)
