@@ -237,7 +237,7 @@ def test_effects_are_kept_and_replaced(file: Path) -> None:
         assert (other.writes, other.only_reads) == (("oceans",), False)
         [(_, found)] = labels.find("golden gates", 1)  # the dose is that of the word
         assert (found.feature, found.best, found.instead) == (3, Dose(2.0), None)
-        [(_, near)] = labels.find("ocaen", 1)
+        [(_, near)] = labels.find("oceens", 1)
         assert (near.feature, near.instead) == (5, "oceans")
         assert labels.find("zzz") == []
         [(_, old)] = labels.find("there")  # only near
