@@ -75,17 +75,8 @@ def _message(value: Any, at: str) -> Message:
     return place
 
 
-_messages = list_of(_message, MAX_POSITIONS, least=("empty_scope", "role or index of a message"))
-
-
-def messages(value: Any, at: str) -> tuple[Message, ...]:
-    """A role, the index of a message, or a list of them; negative indices count from the last message."""
-    if not isinstance(value, list | tuple):
-        return (_message(value, at),)
-    found: tuple[Message, ...] = _messages(value, at)
-    return found
-
-
+# Negative indices count from the last message.
+messages = list_of(_message, MAX_POSITIONS, least=("empty_scope", "role or index of a message"), alone=True)
 intervals = list_of(interval, MAX_POSITIONS, least=("empty_scope", "[start, end]"))
 
 
@@ -167,6 +158,11 @@ class Gate(Source):
             fail(f"{at}.below", "conflict", f"got {self.below} with above {self.above}, expected more than above")
 
 
+def _check_order(one: "Strength | Cap", at: str) -> None:
+    if one.min is not None and one.max is not None and one.min > one.max:
+        fail(f"{at}.min", "conflict", f"got {one.min} with max {one.max}, expected at most max")
+
+
 @dataclass(frozen=True)
 class Strength(Source):
     """A strength of each token: min(max(slope · p + bias, min), max), where p is the feature or the probe."""
@@ -180,8 +176,7 @@ class Strength(Source):
 
     def _whole(self, at: str) -> None:
         Source._whole(self, at)
-        if self.min is not None and self.max is not None and self.min > self.max:
-            fail(f"{at}.min", "conflict", f"got {self.min} with max {self.max}, expected at most max")
+        _check_order(self, at)
 
 
 _READ = (Strength, Mapping)  # as a union, it would be made again in each call
@@ -195,14 +190,12 @@ def strength(value: Any, at: str) -> float | Strength:
 
 
 _scales = list_of(number, MAX_LAYER + 1, least=("out_of_range", "number"))
-_gates = list_of(record(Gate), MAX_CONDITIONS)
+_gates = list_of(record(Gate), MAX_CONDITIONS, alone=True)
 
 
 def gates(value: Any, at: str) -> tuple[Gate, ...]:
     """One condition, or a list of conditions that must all hold; null and the empty list set no condition."""
-    if value is None:
-        return ()
-    found: tuple[Gate, ...] = _gates(value, at) if isinstance(value, list | tuple) else (read(Gate, value, at),)
+    found: tuple[Gate, ...] = _gates(() if value is None else value, at)
     return found
 
 
@@ -322,8 +315,7 @@ class Cap(VectorEdit):
     def _whole(self, at: str) -> None:
         if self.min is None and self.max is None:
             fail(f"{at}.max", "missing_field", "is missing, expected min, max or both")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            fail(f"{at}.min", "conflict", f"got {self.min} with max {self.max}, expected at most max")
+        _check_order(self, at)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from heapq import nlargest
 from numbers import Integral, Real
 from operator import attrgetter
@@ -184,6 +185,8 @@ def list_of(
     most: int,
     key: Callable[[Any], object] | None = None,
     least: tuple[Code, str] | None = None,
+    *,
+    alone: bool = False,
 ) -> Check:
     """A list of at most ``most`` items.
 
@@ -192,9 +195,12 @@ def list_of(
         most: items.
         key: no two items have the same.
         least: the code with which an empty list is refused, and what an item is.
+        alone: an item without a list around it stands for a list of one.
     """
 
     def check_all(value: Any, at: str) -> tuple[Any, ...]:
+        if alone and not isinstance(value, list | tuple):
+            return (check(value, at),)
         listed(value, at, most)
         if least and not value:
             fail(at, least[0], f"got an empty list, expected at least one {least[1]}")
@@ -361,22 +367,14 @@ def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
     fail(step(at, key), "unknown_field", f"is not a field{closest(meant, known)}, expected only {', '.join(known)}")
 
 
-_TABLES: dict[type, dict[str, Field[Any]]] = {}
-
-
+@cache
 def table(cls: type[Record]) -> dict[str, Field[Any]]:
     """The fields of a record by their names in JSON, in order; those that every edit has come last."""
-    if cls not in _TABLES:
-        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
-    return _TABLES[cls]
+    return {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
 
 
-_BLANKS: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
-
-
+@cache
 def _blank(cls: type[Record]) -> tuple[dict[str, Any], frozenset[str]]:
     """The default values of a record by their names in Python, and the keys of the fields without one."""
-    if cls not in _BLANKS:
-        defaults = {one.name: one.default for one in table(cls).values() if one.default is not MISSING}
-        _BLANKS[cls] = defaults, frozenset(key for key, one in table(cls).items() if one.default is MISSING)
-    return _BLANKS[cls]
+    defaults = {one.name: one.default for one in table(cls).values() if one.default is not MISSING}
+    return defaults, frozenset(key for key, one in table(cls).items() if one.default is MISSING)

@@ -26,13 +26,7 @@ def _watched(value: Any, at: str) -> Watched:
     return read(Watched, value.to_json() if type(value) is Gate else value, at)
 
 
-_several = list_of(_watched, MAX_CONDITIONS, least=("missing_field", "condition"))
-
-
-def _conditions(value: Any, at: str) -> tuple[Watched, ...]:
-    """One condition, or a list of conditions that must all hold."""
-    found: tuple[Watched, ...] = _several(value, at) if isinstance(value, list | tuple) else (_watched(value, at),)
-    return found
+_conditions = list_of(_watched, MAX_CONDITIONS, least=("missing_field", "condition"), alone=True)  # must all hold
 
 
 @dataclass(frozen=True)

@@ -250,6 +250,8 @@ Within = Scope | Mapping[str, Any] | None
 Sites = str | Sequence[str]
 AnyVector = str | Sequence[float] | Array | InlineVector | Mapping[str, Any]
 
+# The functions below have the fields of a record as their arguments, which ``read`` checks as it does JSON.
+
 
 @_named
 def clamp(
@@ -279,9 +281,7 @@ def clamp(
     Raises:
         SpecError: a value is wrong.
     """
-    place = {"dictionary": dictionary, "feature": feature, "value": value, "layer": layer}
-    law = {"mode": mode, "unit": unit, "only_if_active": only_if_active, "when": when, "scope": scope}
-    return read(Clamp, {key: one for key, one in (place | law).items() if one is not None}, Clamp.op)
+    return read(Clamp, {key: one for key, one in locals().items() if one is not None}, Clamp.op)
 
 
 @_named
@@ -301,7 +301,7 @@ def add(
     Raises:
         SpecError: a value is wrong.
     """
-    return Add(_any(vector), _any(site), _any(scale), norm, _any(scales), when=_any(when), scope=_any(scope))
+    return read(Add, locals(), Add.op)
 
 
 @_named
@@ -319,7 +319,7 @@ def cap(
     Raises:
         SpecError: a value is wrong.
     """
-    return Cap(_any(vector), _any(site), min, max, strength, when=_any(when), scope=_any(scope))
+    return read(Cap, locals(), Cap.op)
 
 
 @_named
@@ -329,7 +329,7 @@ def ablate(vector: AnyVector, site: Sites, strength: float = 1.0, when: When = N
     Raises:
         SpecError: a value is wrong.
     """
-    return Ablate(_any(vector), _any(site), strength, when=_any(when), scope=_any(scope))
+    return read(Ablate, locals(), Ablate.op)
 
 
 @_named
@@ -347,7 +347,7 @@ def reconstruct(
     Raises:
         SpecError: a value is wrong.
     """
-    return Reconstruct(dictionary, error, layer=layer, when=_any(when), scope=_any(scope))
+    return read(Reconstruct, locals(), Reconstruct.op)
 
 
 @_named
@@ -357,7 +357,7 @@ def use(module: str, scale: Number = 1.0) -> Use:
     Raises:
         SpecError: a value is wrong.
     """
-    return Use(module, _any(scale))
+    return read(Use, locals(), Use.op)
 
 
 @_named
@@ -372,7 +372,7 @@ def stop(when: When, run: int = 1, scope: Within = None) -> Stop:
     Raises:
         SpecError: a value is wrong.
     """
-    return Stop(run, when=_any(when), scope=_any(scope))
+    return read(Stop, {"when": when, "for": run, "scope": scope}, Stop.op)
 
 
 @_named
@@ -382,9 +382,4 @@ def flag(when: When, run: int = 1, scope: Within = None) -> Flag:
     Raises:
         SpecError: a value is wrong.
     """
-    return Flag(run, when=_any(when), scope=_any(scope))
-
-
-def _any(value: Any) -> Any:
-    """The record checks the value and brings it into canonical form, which types cannot express."""
-    return value
+    return read(Flag, {"when": when, "for": run, "scope": scope}, Flag.op)
