@@ -242,7 +242,7 @@ class _Targets:
         if isinstance(target, Feature) and (row := self.catalog.rows.get(target)) is not None:
             self.rows[row.digest] = row
             at = ~self.vectors.setdefault(bytes.fromhex(row.digest[: 2 * DIGEST]), len(self.vectors))
-            norm = norm_of(self.catalog.dictionaries[target.dictionary])  # type: ignore[arg-type]  # a server's
+            norm = norm_of(self.catalog.dictionaries[target.dictionary])
             return _Source(0, 0.0, 0.0, 0, at) if held else _Source(0, row.bias, row.threshold, norm, at)
         if not isinstance(target, Direction):
             name: str = target.dictionary  # type: ignore[attr-defined]  # a feature or a whole dictionary

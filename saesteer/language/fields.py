@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from heapq import nlargest
 from numbers import Integral, Real
 from operator import attrgetter
@@ -367,14 +366,22 @@ def known_field(key: str, at: str, known: Iterable[str]) -> NoReturn:
     fail(step(at, key), "unknown_field", f"is not a field{closest(meant, known)}, expected only {', '.join(known)}")
 
 
-@cache
+_TABLES: dict[type, dict[str, Field[Any]]] = {}
+
+
 def table(cls: type[Record]) -> dict[str, Field[Any]]:
     """The fields of a record by their names in JSON, in order; those that every edit has come last."""
-    return {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
+    if cls not in _TABLES:
+        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
+    return _TABLES[cls]
 
 
-@cache
+_BLANKS: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
+
+
 def _blank(cls: type[Record]) -> tuple[dict[str, Any], frozenset[str]]:
     """The default values of a record by their names in Python, and the keys of the fields without one."""
-    defaults = {one.name: one.default for one in table(cls).values() if one.default is not MISSING}
-    return defaults, frozenset(key for key, one in table(cls).items() if one.default is MISSING)
+    if cls not in _BLANKS:
+        defaults = {one.name: one.default for one in table(cls).values() if one.default is not MISSING}
+        _BLANKS[cls] = defaults, frozenset(key for key, one in table(cls).items() if one.default is MISSING)
+    return _BLANKS[cls]

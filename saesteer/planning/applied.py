@@ -45,7 +45,7 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
 
 def _asked(change: Any, feature: int, value: Any, catalog: Catalog) -> dict[str, Any]:
     """The value of a clamp as the request has it, and in multiples of the feature's largest activation."""
-    info: Any = catalog.dictionaries[change.target.dictionary]
+    info = catalog.dictionaries[change.target.dictionary]
     row = catalog.rows.get(change.target)
     known = catalog.largest(info, feature) if row is None else row.max_act
     found = {"mode": change.asked[0], "value": value, "unit": change.unit}
@@ -125,6 +125,6 @@ def _origin(change: Change, catalog: Catalog) -> str | None:
     return found.model if found is not None and found.fit in ("base", "declared") else None
 
 
-def _short(of: object) -> str:
+def _short(of: Any) -> str:
     """The beginning of a content's fingerprint."""
-    return str(getattr(of, "fingerprint", ""))[:_LETTERS]
+    return str(of.fingerprint)[:_LETTERS]

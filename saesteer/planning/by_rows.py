@@ -11,7 +11,7 @@ from saesteer.planning.plan import Catalog, Feature, Plan
 
 def is_by_rows(catalog: Catalog, name: str) -> bool:
     """Whether rows of a dictionary come with the requests that need them."""
-    return getattr(catalog.dictionaries[name], "by_rows", False)
+    return catalog.dictionaries[name].by_rows
 
 
 def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:

@@ -104,22 +104,14 @@ def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
 
 
 def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[str, Any]:
+    found = (replace(edit, vector="not encoded") if isinstance(edit, VectorEdit) else edit).to_json()
     if isinstance(edit, Use):
-        return _with_probes({**edit.to_json(), "module": modules[edit.module]}, edit, catalog)
+        found["module"] = modules[edit.module]
     if isinstance(edit, VectorEdit):
-        found = replace(edit, vector="not encoded").to_json() | {"vector": _fingerprint(edit.vector, catalog)}
-    else:
-        found = edit.to_json()
-    return _with_probes(found, edit, catalog)
-
-
-def _with_probes(found: dict[str, Any], edit: Edit, catalog: Catalog) -> dict[str, Any]:
+        found["vector"] = _fingerprint(edit.vector, catalog)
     probes = [source.probe for _, source in edit.sources() if source.probe is not None]
-    return found | {"probes": [_fingerprint(name, catalog) for name in probes]} if probes else found
+    return found | ({"probes": [_fingerprint(name, catalog) for name in probes]} if probes else {})
 
 
 def _fingerprint(vector: Any, catalog: Catalog) -> str:
-    if not isinstance(vector, str):
-        return fingerprint_of(vector)
-    found: Any = catalog.vectors[vector]
-    return str(found.fingerprint)
+    return catalog.vectors[vector].fingerprint if isinstance(vector, str) else fingerprint_of(vector)

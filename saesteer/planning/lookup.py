@@ -6,6 +6,7 @@ Every refusal names the field, the value and what is available. Knows no prompt 
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language import sites
@@ -13,7 +14,10 @@ from saesteer.language.address import PREFIX
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.language.inline import InlineVector, Vector
 from saesteer.language.sites import canonical, parse
-from saesteer.planning.plan import Catalog, Dictionary, Direction, Feature, layer_of
+from saesteer.planning.plan import Catalog, Direction, Feature, layer_of
+
+if TYPE_CHECKING:
+    from saesteer.dictionaries.coder import CoderInfo
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -36,7 +40,7 @@ def without_path(error: ConfigError | LoadError) -> str:
 
 def dictionary_of(
     catalog: Catalog, name: str, layer: int | None, at: str, *, address: str = "feature"
-) -> tuple[str, Dictionary]:
+) -> "tuple[str, CoderInfo]":
     """The key of a dictionary in the catalog, and the dictionary.
 
     Args:
@@ -72,7 +76,7 @@ def dictionary_of(
     return key, info
 
 
-def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at: str) -> tuple[Feature, Dictionary]:
+def feature_of(catalog: Catalog, name: str, layer: int | None, feature: int, at: str) -> "tuple[Feature, CoderInfo]":
     """A feature, after a check that its dictionary has it, and the dictionary.
 
     Raises:
@@ -99,7 +103,7 @@ def _check_address(catalog: Catalog, name: str, path: str) -> None:
         fail(path, "not_served", f"{found}, expected dictionary and feature by name and number; {hint}")
 
 
-def check_feature(key: str, info: Dictionary, feature: int, path: str) -> None:
+def check_feature(key: str, info: "CoderInfo", feature: int, path: str) -> None:
     """Refuse a feature that a dictionary does not have.
 
     Raises:
@@ -114,7 +118,7 @@ def check_feature(key: str, info: Dictionary, feature: int, path: str) -> None:
         fail(path, "out_of_range", f"got {feature}, expected {expected}")
 
 
-def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
+def reading_site(catalog: Catalog, name: str, info: "CoderInfo", at: str) -> str:
     """The canonical site where a dictionary reads: where it writes, unless its files name another.
 
     Raises:
@@ -127,7 +131,7 @@ def reading_site(catalog: Catalog, name: str, info: Dictionary, at: str) -> str:
     return _with_op(catalog, name, "reads", site, site, at)
 
 
-def writing_sites(catalog: Catalog, name: str, info: Dictionary, at: str) -> tuple[str, ...]:
+def writing_sites(catalog: Catalog, name: str, info: "CoderInfo", at: str) -> tuple[str, ...]:
     """The canonical sites where a dictionary writes: one, or those of all layers that a cross-layer transcoder writes.
 
     Raises:

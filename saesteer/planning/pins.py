@@ -38,7 +38,6 @@ def settle(catalog: Catalog) -> tuple[Catalog, Pins]:
             sites_of[layer + 1].append(site)
     pins: dict[Place, NDArray[np.float32]] = {}
     for name, found in catalog.vectors.items():
-        assert isinstance(found, VectorSet), "a server's catalog holds the vectors themselves"
         for at, row in found.rows.items():
             digest = digest_of(Direction(name, at), catalog)
             fitting = [site for site in sites_of.get(at, ()) if catalog.width_at(site) in (None, found.width)]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as option
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from saesteer.dictionaries.vectors import Function
+from saesteer.dictionaries.vectors import VectorSet
 from saesteer.language.edits import Part
 from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
@@ -19,6 +19,7 @@ from saesteer.language.spec import Spec
 from saesteer.planning.immutable import distinct, immutable
 
 if TYPE_CHECKING:
+    from saesteer.dictionaries.coder import CoderInfo
     from saesteer.dictionaries.rows import FeatureRow
 
 END = INT32_MAX  # the open end of a window
@@ -27,77 +28,6 @@ MOST_RULES = 64  # of one request, and different features and probes that they w
 MOST_CONDITIONS = 31  # that edits of one request wait for at a time: the bits of an int32 without its sign
 
 Window = tuple[int, int]  # absolute positions [lo, hi)
-
-
-class Dictionary(Protocol):
-    """What the plan needs to know about a dictionary: a part of ``CoderInfo``."""
-
-    @property
-    def features(self) -> int:
-        """The number of features."""
-
-    @property
-    def site_in(self) -> str | None:
-        """The site where it reads."""
-
-    @property
-    def site_out(self) -> str | None:
-        """The site where it writes."""
-
-    @property
-    def targets(self) -> int | None:
-        """How many layers a feature writes, from that of site_out; None: it is no cross-layer transcoder."""
-
-    @property
-    def activation(self) -> str:
-        """How its features become active."""
-
-    @property
-    def k(self) -> int | None:
-        """The largest number of active features, where features are ranked."""
-
-    @property
-    def in_norm(self) -> str:
-        """What is done to each token before the encoder reads it."""
-
-    @property
-    def has_max_act(self) -> bool:
-        """Whether the largest activation of each feature is known."""
-
-    def knows_max_act(self, feature: int) -> bool:
-        """Whether the largest activation of this feature is known."""
-
-    @property
-    def skip_first(self) -> int:
-        """How many first positions its format leaves alone."""
-
-    @property
-    def can_reconstruct(self) -> bool:
-        """Whether its file holds all that a reconstruction needs."""
-
-
-class Vectors(Protocol):
-    """What the plan needs to know about named vectors: a part of ``VectorSet``."""
-
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        """The layers that have a row; None where one vector stands for any site."""
-
-    @property
-    def width(self) -> int:
-        """How many numbers each row has."""
-
-    @property
-    def digests(self) -> Mapping[int | None, str]:
-        """A digest of each row's numbers, by layer."""
-
-    @property
-    def bias(self) -> float:
-        """The bias of a probe."""
-
-    @property
-    def function(self) -> Function:
-        """What a probe makes of x · v + bias."""
 
 
 def member(name: str, layer: int) -> str:
@@ -111,7 +41,7 @@ def behind(at: str, count: int) -> str:
     return f"{head}[{int(number) + count}]"
 
 
-def layer_of(info: Dictionary) -> int | None:
+def layer_of(info: "CoderInfo") -> int | None:
     """The layer of a dictionary: that of the site where it reads."""
     site = info.site_in or info.site_out
     return None if site is None else parse(site)[1]
@@ -135,10 +65,10 @@ class Origin:
 class Catalog:
     """What requests may name on a server."""
 
-    dictionaries: Mapping[str, Dictionary]  # by name; the members of sets by their own keys, see ``key``
+    dictionaries: "Mapping[str, CoderInfo]"  # by name; the members of sets by their own keys, see ``key``
     sites: frozenset[str] | None  # canonical names of the instrumented sites; None: all
     max_entries: int  # limit for one request: changes times windows, plus conditions
-    vectors: Mapping[str, Vectors] = option(default_factory=dict)
+    vectors: Mapping[str, VectorSet] = option(default_factory=dict)
     modules: Mapping[str, Spec] = option(default_factory=dict)
     width: int | None = None  # width of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number

@@ -5,7 +5,7 @@ Knows no weights, no tensors and no engine. Anything that is not served is refus
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
@@ -20,7 +20,6 @@ from saesteer.planning.plan import (
     Change,
     Clamps,
     Condition,
-    Dictionary,
     Direction,
     Feature,
     Group,
@@ -30,11 +29,14 @@ from saesteer.planning.plan import (
     Window,
 )
 from saesteer.planning.reach import is_own
-from saesteer.planning.readouts import behind_sums, check_part, readouts
-from saesteer.planning.reads import Key, Reads
+from saesteer.planning.readouts import behind_sums, check_scope, readouts
+from saesteer.planning.reads import Key, Reads, bounds
 from saesteer.planning.refusals import refuse, refuse_stages
 from saesteer.planning.rules import Rules
 from saesteer.planning.windows import is_relative, windows
+
+if TYPE_CHECKING:
+    from saesteer.dictionaries.coder import CoderInfo
 
 __all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
 
@@ -55,7 +57,7 @@ class _Clamped(NamedTuple):
     """A dictionary that is clamped, looked up once for all of its features."""
 
     key: str
-    info: Dictionary
+    info: "CoderInfo"
     reads: str
     sites: tuple[str, ...]  # that it writes
     of: str  # whose clamps form a group with these
@@ -201,22 +203,15 @@ class _Planner:
             )
             self._join(site, Add if plain else None, step, change, written)
 
-    def cap(self, step: Step) -> None:
+    def project(self, step: Step) -> None:
+        """Plan a cap, or an ablation, whose projection becomes 0."""
         edit = step.edit
-        assert isinstance(edit, Cap)
-        low = float("-inf") if edit.min is None else edit.min
-        high = float("inf") if edit.max is None else edit.max
+        assert isinstance(edit, Cap | Ablate)
+        scale, low, high = (1.0, *bounds(edit.min, edit.max)) if isinstance(edit, Cap) else (0.0, *bounds(None, None))
         spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
+        law: dict[str, Any] = {"scale": scale, "low": low, "high": high, "gain": gain}
         for site, target, written in places_of(self.catalog, edit.vector, edit.site, step.at):
-            change = Change(target, spans, step.at, part=part, low=low, high=high, gain=gain, op=edit.op)
-            self._join(site, None, step, change, written)
-
-    def ablate(self, step: Step) -> None:
-        edit = step.edit
-        assert isinstance(edit, Ablate)
-        spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
-        for site, target, written in places_of(self.catalog, edit.vector, edit.site, step.at):
-            change = Change(target, spans, step.at, part=part, scale=0.0, gain=gain, op=edit.op)
+            change = Change(target, spans, step.at, part=part, op=edit.op, **law)
             self._join(site, None, step, change, written)
 
     def reconstruct(self, step: Step) -> None:
@@ -279,12 +274,7 @@ class _Planner:
         return self._known[key]
 
     def _new_windows(self, scope: Scope, at: str, skip_first: int) -> tuple[Window, ...]:
-        check_part(scope, self.catalog, at)
-        if scope.messages is not None:
-            message = "names chat messages, which only chat requests with nothing but text have"
-            if ".module." in at:
-                message = "names chat messages, which this version does not serve in modules"
-            fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
+        check_scope(scope, self.catalog, at)
         self.relative = self.relative or is_relative(scope)
         found = windows(scope, self.prompt_len, skip_first)
         if not found and is_own(at):  # a module may have edits that this prompt has no tokens for
@@ -329,8 +319,8 @@ class _Planner:
 _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
     Clamp: _Planner.clamp,
     Add: _Planner.add,
-    Cap: _Planner.cap,
-    Ablate: _Planner.ablate,
+    Cap: _Planner.project,
+    Ablate: _Planner.project,
     Reconstruct: _Planner.reconstruct,
     Stop: _Planner.rule,
     Flag: _Planner.rule,
@@ -357,7 +347,7 @@ def _gain(step: Step, strength: float) -> float:
     return gain
 
 
-def _refuse_partial(name: str, info: Dictionary, at: str) -> None:
+def _refuse_partial(name: str, info: "CoderInfo", at: str) -> None:
     if not info.can_reconstruct:
         message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected a whole dictionary, or error keep")

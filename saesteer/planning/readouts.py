@@ -4,15 +4,17 @@ Each read of ``saesteer.language.returns`` becomes one ``Readout`` (plan.py), or
 nothing, so they are in no key of the KV cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 from saesteer.dictionaries.vectors import Function
 from saesteer.language import sites
 from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
-from saesteer.language.returns import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return
+from saesteer.language.returns import ActivationRead, FeatureRead, ProbeRead, Return
 from saesteer.language.rules import Watched
 from saesteer.language.sites import canonical, is_pregain, parse
 from saesteer.planning.by_rows import is_by_rows
@@ -37,14 +39,18 @@ def readouts(
             no token, two reads are one, or this version does not serve the read.
     """
     at = "saesteer.return"
-    found = [_features(one, catalog, prompt_len, f"{at}.features[{i}]") for i, one in enumerate(returns.features)]
-    found += [_probe(one, catalog, prompt_len, f"{at}.probes[{i}]") for i, one in enumerate(returns.probes)]
-    found += [
-        _activation(one, catalog, prompt_len, starts, f"{at}.activations[{i}]")
-        for i, one in enumerate(returns.activations)
-    ]
+    makers: dict[str, Callable[[Any, Catalog, str], Readout]] = {
+        "features": _features,
+        "probes": _probe,
+        "activations": partial(_activation, starts),
+    }
+    found = []
+    for name, made in makers.items():
+        for i, one in enumerate(getattr(returns, name)):
+            found.append(_placed(made(one, catalog, f"{at}.{name}[{i}]"), one, catalog, prompt_len))
     if returns.hidden:
-        found.append(_hidden(returns.hidden, catalog, prompt_len, f"{at}.hidden"))
+        whole = Readout("hidden", f"{at}.hidden", None, None, True, (), last=returns.hidden is True)
+        found.append(whole if whole.last else _placed(whole, returns.hidden, catalog, prompt_len))
     _refuse_twice(found)
     _check_consumers(returns, catalog, f"{at}.consumers", reads=bool(found))
     return tuple(found)
@@ -238,7 +244,13 @@ def measure(one: Watched, windows: tuple[Window, ...], catalog: Catalog, at: str
     return Readout("features", at, site, op, False, windows, dictionary=key, features=(one.feature,))
 
 
-def _features(one: FeatureRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
+def _placed(found: Readout, one: Any, catalog: Catalog, prompt_len: int) -> Readout:
+    """The read-out at the positions of its read's scope."""
+    spans = _windows(one.scope, catalog, prompt_len, found.field)
+    return replace(found, windows=spans, recompute=one.cached == "recompute", part=one.scope.part)
+
+
+def _features(one: FeatureRead, catalog: Catalog, at: str) -> Readout:
     key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, "dictionary")
     info = catalog.dictionaries[key]
     for i, feature in enumerate(one.features):
@@ -246,31 +258,16 @@ def _features(one: FeatureRead, catalog: Catalog, prompt_len: int, at: str) -> R
     if one.top_k is not None and one.top_k > info.features:
         expected = f"at most {info.features}, the features of dictionary {key!r}"
         fail(f"{at}.top_k", "out_of_range", f"got {one.top_k}, expected {expected}")
-    return Readout(
-        "features",
-        at,
-        site,
-        op,
-        _is_after(one.at, site, at),
-        _windows(one.scope, catalog, prompt_len, at),
-        dictionary=key,
-        top_k=min(one.strongest, info.features),
-        features=one.features,
-        recompute=one.cached == "recompute",
-        part=one.scope.part,
-    )
+    after, most = _is_after(one.at, site, at), min(one.strongest, info.features)
+    return Readout("features", at, site, op, after, (), dictionary=key, top_k=most, features=one.features)
 
 
-def _probe(one: ProbeRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
+def _probe(one: ProbeRead, catalog: Catalog, at: str) -> Readout:
     site, op, probe = _probe_at(one.probe, one.site, catalog, at)
-    after, spans = _is_after(one.at, site, at), _windows(one.scope, catalog, prompt_len, at)
-    recompute, part = one.cached == "recompute", one.scope.part
-    return Readout("probe", at, site, op, after, spans, probe=probe, recompute=recompute, part=part)
+    return Readout("probe", at, site, op, _is_after(one.at, site, at), (), probe=probe)
 
 
-def _activation(
-    one: ActivationRead, catalog: Catalog, prompt_len: int, starts: Sequence[int] | None, at: str
-) -> Readout:
+def _activation(starts: Sequence[int] | None, one: ActivationRead, catalog: Catalog, at: str) -> Readout:
     by_message = one.reduce == "message"
     if by_message and starts is None:
         message = "got message, but only chat requests with nothing but text have messages"
@@ -279,26 +276,9 @@ def _activation(
     _refuse_pregain(site, f"{at}.site")
     op = sites.reading_site(site)
     _check_kept(catalog, op, one.site, f"{at}.site")
-    return Readout(
-        "activation",
-        at,
-        site,
-        op,
-        _is_after(one.at, site, at),
-        _windows(one.scope, catalog, prompt_len, at),
-        reduce=one.reduce,
-        starts=tuple(starts or ()) if by_message else (),
-        inline=one.transport == "inline",
-        recompute=one.cached == "recompute",
-        part=one.scope.part,
-    )
-
-
-def _hidden(one: bool | HiddenRead, catalog: Catalog, prompt_len: int, at: str) -> Readout:
-    if not isinstance(one, HiddenRead):
-        return Readout("hidden", at, None, None, True, (), last=True)
-    spans = _windows(one.scope, catalog, prompt_len, at)
-    return Readout("hidden", at, None, None, True, spans, recompute=one.cached == "recompute", part=one.scope.part)
+    rows = tuple(starts or ()) if by_message else ()
+    after, inline = _is_after(one.at, site, at), one.transport == "inline"
+    return Readout("activation", at, site, op, after, (), reduce=one.reduce, starts=rows, inline=inline)
 
 
 def _dictionary_at(
@@ -327,19 +307,21 @@ def _probe_at(name: str, named: str | None, catalog: Catalog, at: str) -> tuple[
     return site, op, probe
 
 
-def check_part(scope: Scope, catalog: Catalog, at: str) -> None:
-    """Refuse a part of the answer where nobody tells it; ``at`` is the path of what has the scope."""
+def check_scope(scope: Scope, catalog: Catalog, at: str) -> None:
+    """Refuse a part of the answer where nobody tells it, and messages; ``at`` is the path of what has the scope."""
     if scope.part is not None and not catalog.parts:
         message = "names a part of the answer, and no reasoning parser is there to tell it"
         fail(f"{at}.scope.part", "not_served", f"{message}; start the server with --reasoning-parser")
+    if scope.messages is not None:
+        why = "only chat requests with nothing but text have"
+        if ".module." in at:
+            why = "this version does not serve in modules"
+        fail(f"{at}.scope.messages", "not_served", f"names chat messages, which {why}; expected positions")
 
 
 def _windows(scope: Scope, catalog: Catalog, prompt_len: int, at: str) -> tuple[Window, ...]:
     """The positions of a read; generated tokens that will never be inputs are no mistake, an empty prompt scope is."""
-    if scope.messages is not None:
-        message = "names chat messages, which only chat requests with nothing but text have"
-        fail(f"{at}.scope.messages", "not_served", f"{message}; expected positions")
-    check_part(scope, catalog, at)
+    check_scope(scope, catalog, at)
     found = windows_of_read(scope, prompt_len)
     if not found:
         message = f"holds no position with a prompt of {prompt_len} tokens, expected at least one"

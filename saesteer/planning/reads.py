@@ -32,10 +32,14 @@ def score_of(function: Function, value: float) -> float:
     return (math.log(share) - math.log1p(-share)) / (1 if function == "sigmoid" else 2)
 
 
+def bounds(low: float | None, high: float | None) -> tuple[float, float]:
+    """Two bounds as numbers, without None."""
+    return -math.inf if low is None else low, math.inf if high is None else high
+
+
 def bounds_of(gate: Gate, catalog: Catalog) -> tuple[float, float]:
     """The bounds of a condition: on a feature, or on a probe's x · v + bias, without its function."""
-    above = float("-inf") if gate.above is None else gate.above
-    below = float("inf") if gate.below is None else gate.below
+    above, below = bounds(gate.above, gate.below)
     if gate.probe is None or gate.probe not in catalog.vectors:  # an unknown name is refused elsewhere
         return above, below
     function = catalog.vectors[gate.probe].function
@@ -136,9 +140,8 @@ class Reads:
             if abs(shift := one.slope * bias + one.bias) > FLOAT32_MAX:
                 message = f"got {one.slope:g}, which makes {shift:g} with the bias of the probe and of the strength"
                 fail(f"{at}.slope", "out_of_range", f"{message}, expected what float32 can hold")
-        low = float("-inf") if one.min is None else one.min
-        high = float("inf") if one.max is None else one.max
-        return self._reads.note((*self._source(one, site, at), (one.slope, one.bias, low, high)), until, at)
+        law = one.slope, one.bias, *bounds(one.min, one.max)
+        return self._reads.note((*self._source(one, site, at), law), until, at)
 
     def _source(self, source: Source, site: str, at: str) -> tuple[str, Feature | Direction]:
         """Where a probe or a feature is read for an edit at a site, as written, and what.

@@ -6,7 +6,7 @@ Knows plans and catalogs, not how a plan is made.
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, NoReturn, get_args
+from typing import NoReturn, get_args
 
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
@@ -95,11 +95,11 @@ def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
         if isinstance(target, Direction) or not is_by_rows(catalog, target.dictionary):
             continue
         at, name = f"{field}.dictionary", target.dictionary
-        info: Any = catalog.dictionaries[name]
+        info = catalog.dictionaries[name]
         if isinstance(target, Whole):
             message = f"needs all of {name!r}, of which this server reads only the rows of features"
             fail(at, "not_served", f"{message}; start it with --dictionary NAME=PLACE, without rows:, to reconstruct")
-        fit(catalog, info.site_in, info.d_in, at, f"{name!r} is")
+        fit(catalog, str(info.site_in), info.d_in, at, f"{name!r} is")
 
 
 def _refuse_apart(found: Plan, catalog: Catalog) -> None:

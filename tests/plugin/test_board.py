@@ -31,7 +31,7 @@ def servers(folder: Path, count: int = 3, rows: int = 4) -> list[Names]:
 
 
 def numbers(known: Names) -> dict[str, Any]:
-    return {name: found.rows[None].tolist() for name, found in known.catalog.vectors.items()}  # type: ignore[attr-defined]
+    return {name: found.rows[None].tolist() for name, found in known.catalog.vectors.items()}
 
 
 def test_a_change_is_everywhere_when_it_has_ended(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_request_keeps_what_it_was_admitted_with_and_the_next_has_what_is_new(
         held = two.hold()
         for n in range(4):
             await (one, two)[n % 2].put_vector(engine, "v", Given((0.0, 1, n)))
-        assert held.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]  # type: ignore[attr-defined]
-        assert two.hold().catalog.vectors["v"].rows[None].tolist() == [0, 1, 3]  # type: ignore[attr-defined]
+        assert held.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]
+        assert two.hold().catalog.vectors["v"].rows[None].tolist() == [0, 1, 3]
         assert two.hold() is two.hold(), "what has not changed is not read again"
         assert engine.pinned == [(1, 0), (1, 0), (1, 1), (1, 1), (1, 1)], "whoever pinned it, it goes once"
 

@@ -84,7 +84,7 @@ def test_a_full_pool_takes_the_new_when_the_old_has_gone(
         assert clock.sleeps == 1
         engine.full = 0
     put(known, engine, "v", 0, 1, 0)
-    assert known.catalog.vectors["v"].rows[None].tolist() == [0, 1, 0]  # type: ignore[attr-defined]
+    assert known.catalog.vectors["v"].rows[None].tolist() == [0, 1, 0]
 
 
 def test_a_full_pool_does_not_wait_for_what_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_change_that_fails_on_a_worker_is_no_change(engines: int) -> None:
     engine.answers = ["", "MemoryError: no"]
     with pytest.raises(RuntimeError, match="no"):
         put(known, engine, "v", 0, 1, 0)
-    assert known.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]  # type: ignore[attr-defined]
+    assert known.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]
     assert known.usage() == {"resid_post.3": (1, 3)}
     in_vain = engine.told[-1]["pin"][0][0]
     engine.answers = ["", ""]

@@ -8,7 +8,7 @@ from saesteer.planning.planner import Catalog
 
 
 @dataclass(frozen=True)
-class Info:
+class _Info:
     """As much of a dictionary as the plan asks for."""
 
     site_out: str | None = "resid_post.15"
@@ -22,12 +22,15 @@ class Info:
     feature_ids: tuple[int, ...] | None = None
     targets: int | None = None
     in_norm: str = "none"
+    by_rows: bool = False
+    fingerprint: str = ""
     unknown: tuple[int, ...] = ()  # features without a maximum activation
 
     def knows_max_act(self, feature: int) -> bool:
         return self.has_max_act and feature not in self.unknown
 
 
+Info: Any = _Info  # stands for a CoderInfo
 INFOS = {
     "gs15": Info("resid_post.15"),
     "pre16": Info("resid_pre.16"),
@@ -55,7 +58,7 @@ class _Everything(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Set:
+class _Set:
     """As much of a set of vectors as the plan asks for."""
 
     layers: tuple[int, ...] | None = None
@@ -65,4 +68,5 @@ class Set:
     function: Any = "linear"
 
 
+Set: Any = _Set  # stands for a VectorSet
 OPEN = Catalog(_Everything(Info(features=2**31 - 1)), None, 64, _Everything(Set()), {})

@@ -65,11 +65,11 @@ class VectorEntry(BaseModel):
     @classmethod
     def of(cls, catalog: Catalog, name: str, uses: int = 0, **more: Any) -> Self:
         """The entry of a name in a catalog."""
-        found: Any = catalog.vectors[name]
+        found = catalog.vectors[name]
         shape = [found.width] if found.layers is None else [len(found.layers), found.width]
         version = found.fingerprint[:_SHORT]
-        probe = {"bias": found.bias, "function": found.function}
-        return cls(name=name, shape=shape, layers=found.layers, version=version, uses=uses, **probe, **more)
+        probe: dict[str, Any] = {"bias": found.bias, "function": found.function, "layers": found.layers}
+        return cls(name=name, shape=shape, version=version, uses=uses, **probe, **more)
 
 
 class ModuleEntry(BaseModel):

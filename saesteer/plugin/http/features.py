@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field
 
 from saesteer import __version__
 from saesteer.config.config import LIMITS
-from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.labels.places import place_of
 from saesteer.labels.store import MAX_QUERY, MOST, words_of
@@ -225,7 +224,6 @@ def _found(
     key, info = dictionary_of(catalog, name, layer, _AT, address="dictionary")
     if feature is not None:
         feature_of(catalog, name, layer, feature, _AT)
-    assert isinstance(info, CoderInfo)
     try:
         place = _place_of(info)
         if not place.file.is_file():

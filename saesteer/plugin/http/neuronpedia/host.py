@@ -223,7 +223,6 @@ class Host:
             Busy: it takes the whole file, for which too many wait.
         """
         info = place.info
-        assert isinstance(info, CoderInfo)
         for at, index in named.items():
             if info.targets is not None:
                 message = "is of a cross-layer transcoder, whose features have several rows, expected another"
@@ -246,7 +245,6 @@ class Host:
             Busy: too many wait for a whole file.
         """
         info = place.info
-        assert isinstance(info, CoderInfo)
         await self._check(place.key, info)
         found = await self.turns.alone(nearest, info, vector, most)
         await self._check(place.key, info)

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from saesteer.dictionaries.coder import CoderInfo
 from saesteer.language.address import PREFIX
 from saesteer.language.fields import closest, fail, listing, show
 from saesteer.planning.lookup import dictionary_of
-from saesteer.planning.plan import Catalog, Dictionary, member
+from saesteer.planning.plan import Catalog, member
 from saesteer.plugin.http.neuronpedia.shapes import Steer, Type
 
 Vector = NDArray[np.float32]
@@ -52,7 +53,7 @@ class Place(NamedTuple):
     dictionary: str
     layer: int | None
     key: str  # in the catalog
-    info: Dictionary
+    info: CoderInfo
 
     @property
     def fields(self) -> Json:

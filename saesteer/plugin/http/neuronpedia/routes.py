@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from saesteer.config.decoders import Decoders, hook_of_site
-from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
 from saesteer.plugin.http.leaving import while_there
@@ -253,7 +252,6 @@ async def cossim(host: _Host, asked: shapes.CossimRequest) -> shapes.CossimRespo
         fail("feature", "conflict", "stands next to vector, or both are missing, expected one of the two")
     place, named = place_of(host.catalog, asked.source, asked.model), asked.feature
     info = place.info
-    assert isinstance(info, CoderInfo)
     if named is None:
         with np.errstate(over="ignore"):
             vector = np.array(asked.vector, np.float32)
