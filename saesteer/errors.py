@@ -50,6 +50,11 @@ class SpecError(SaesteerError, ValueError):
         self.field = field
         self.code = code
 
+    def below(self, where: str) -> "SpecError":
+        """The same error, of a spec that stands in another field than ``saesteer``."""
+        message = str(self).removeprefix(f"{self.field}: ")
+        return SpecError(message, field=self.field.replace("saesteer", where, 1), code=self.code)
+
 
 class PromptsFailed(SpecError):
     """Some prompts of a call to ``saesteer.LLM`` failed while they ran; the others have their answers.

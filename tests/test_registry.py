@@ -235,7 +235,7 @@ def test_content_is_what_names_stand_for() -> None:
     one = known(modules, v=vector(*row), w=vector(0, 1, 0, 0))
 
     def told(edits: Spec, where: Catalog = one) -> str:
-        return json_digest(content_of(edits.edits, where))
+        return json_digest(content_of(edits.edits, where, where.digests))
 
     assert told(spec(add("v"))) == told(spec(add(row))) != told(spec(add("w")))
     assert told(spec(add("v", when={"probe": "w", "above": 1}))) != told(

@@ -1,11 +1,11 @@
-"""Bodies and queries of a client's requests, from what Python callers pass. Knows no connection and no answer."""
+"""Bodies of a client's requests, from what Python callers pass. Knows no connection and no answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from saesteer.language.fields import fail, plain
 from saesteer.language.inline import Array, flat
-from saesteer.language.spec import InlineVector, Spec, Steer, as_spec
+from saesteer.language.spec import InlineVector, Steer, as_spec
 
 Messages = str | Sequence[Mapping[str, Any]]
 NewVector = Sequence[float] | Array | InlineVector | Mapping[str, Any]
@@ -26,14 +26,6 @@ def vector_body(name: str, vector: NewVector, bias: float, function: str) -> dic
     return {"name": name, "vector": inline, **probe}
 
 
-def features_query(
-    dictionary: str | None, q: str | None, feature: int | None, layer: int | None, limit: int
-) -> dict[str, Any]:
-    """The query that finds features, without what is not given."""
-    query = {"dictionary": dictionary, "q": q, "feature": feature, "layer": layer, "limit": limit}
-    return {name: value for name, value in query.items() if value is not None}
-
-
 def refuse_several(body: Mapping[str, Any]) -> None:
     """Refuse a body whose response has several choices, of which an answer would show the first alone.
 
@@ -45,11 +37,6 @@ def refuse_several(body: Mapping[str, Any]) -> None:
         count = len(value) if isinstance(value, list) and not isinstance(value[0], int) else value
         if isinstance(count, int) and count != 1:
             fail(name, "too_many", f"got {count}, expected 1: call it for each, or stream, where pieces have an index")
-
-
-def module_body(name: str, steer: Steer) -> dict[str, Any]:
-    """The body that registers a module."""
-    return {"name": name, "spec": (as_spec(steer) or Spec()).to_json()}
 
 
 def chat_body(messages: Messages, steer: Steer, fields: Mapping[str, Any]) -> dict[str, Any]:

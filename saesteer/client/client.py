@@ -17,15 +17,13 @@ from saesteer.client.bodies import (
     NewVector,
     body_of,
     chat_body,
-    features_query,
-    module_body,
     refuse_several,
     vector_body,
 )
 from saesteer.client.connection import Connection, translated
 from saesteer.client.responses import Answer, Events, Piece, Route, answer_of, document_of, model_names, read_of
 from saesteer.client.results import Capture, handles_of, result_of
-from saesteer.language.spec import Steer
+from saesteer.language.spec import Spec, Steer, as_spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,8 +122,9 @@ class Client(Connection[httpx.Client]):
             RequestRefused: the dictionary is unknown (400), has no labels (404), or lacks the feature (400).
             ServerError: the server failed, or did not answer.
         """
-        query = features_query(dictionary, q, feature, layer, limit)
-        return self._send("GET", "saesteer/features", params=query, then=itemgetter("features"))
+        query = {"dictionary": dictionary, "q": q, "feature": feature, "layer": layer, "limit": limit}
+        given = {name: value for name, value in query.items() if value is not None}
+        return self._send("GET", "saesteer/features", params=given, then=itemgetter("features"))
 
     def fetch(self, handles: Iterable[str]) -> "list[NDArray[np.float32]]":
         """The numbers of results that a request has read with ``"as": "handle"``, float32 [rows, width] each.
@@ -178,7 +177,8 @@ class Client(Connection[httpx.Client]):
         Raises:
             SpecError: ``steer`` is wrong; nothing was sent.
         """
-        return self._administer("POST", "modules", module_body(name, steer), then=dict)
+        spec = as_spec(steer) or Spec()
+        return self._administer("POST", "modules", {"name": name, "spec": spec.to_json()}, then=dict)
 
     def delete_vector(self, name: str) -> None:
         """Deletes a vector; running requests keep it. Errors as ``register_vector``, and 404 if there is none."""

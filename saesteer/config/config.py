@@ -36,6 +36,7 @@ LIMITS = {
     "max_results_mib": (1, 1024, 1 << 20),
     "result_seconds": (1, 3600, 7 * 86400),
 }
+_USUAL = {name: usual for name, (_, usual, _) in LIMITS.items()}
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_SITES = 1 << 16
@@ -59,16 +60,15 @@ def _host(value: Any, at: str) -> str:
     return str(value)
 
 
-def _dose(value: Any, at: str) -> float:
-    if not 0 < fields.number(value, at) <= MAX_DOSE:
-        fail(at, "out_of_range", f"got {show(value)}, expected a number above 0, {MAX_DOSE:.0f} at most")
-    return float(value)
+def _up_to(most: float, what: str) -> Check:
+    """A number above 0; ``what`` is expected, in words."""
 
+    def check(value: Any, at: str) -> float:
+        if not 0 < fields.number(value, at) <= most:
+            fail(at, "out_of_range", f"got {show(value)}, expected {what}")
+        return float(value)
 
-def _share(value: Any, at: str) -> float:
-    if not 0 < fields.number(value, at) <= 1:
-        fail(at, "out_of_range", f"got {show(value)}, expected a share above 0, 1 at most, such as 0.9")
-    return float(value)
+    return check
 
 
 _function = fields.one_of(*get_args(Function))
@@ -134,9 +134,9 @@ class Option:
     python: tuple[str, ...] = ("LLM", "hf")  # which of saesteer.LLM and saesteer.hf.Model also take it
 
 
-def _limit(name: str, flag: str, about: str, python: tuple[str, ...]) -> Option:
+def _limit(name: str, about: str, python: tuple[str, ...]) -> Option:
     low, usual, high = LIMITS[name]
-    return Option(flag, None, fields.integer(low, high), f"{about}; default {usual}.", python)
+    return Option(f"--{name.replace('_', '-')}", None, fields.integer(low, high), f"{about}; default {usual}.", python)
 
 
 OPTIONS: dict[str, Option] = {
@@ -172,8 +172,8 @@ OPTIONS: dict[str, Option] = {
         "Sites whose tensors requests may read, in addition to those where dictionaries and vectors of one layer read. "
         "Repeatable.",
     ),
-    "max_read_mib": _limit("max_read_mib", "--max-read-mib", "MiB that one request may read out", ("LLM",)),
-    "max_edits": _limit("max_edits", "--max-edits", "Table entries that one request may use", ("LLM", "hf")),
+    "max_read_mib": _limit("max_read_mib", "MiB that one request may read out", ("LLM",)),
+    "max_edits": _limit("max_edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
         "--vector",
         "NAME=FILE",
@@ -185,14 +185,14 @@ OPTIONS: dict[str, Option] = {
     "modules": Option(
         "--module", "NAME=FILE", _named(_module), "A spec as a JSON file, and its name in requests. Repeatable."
     ),
-    "pool_rows": _limit("pool_rows", "--pool-rows", "Slots for vectors at every site", ()),
+    "pool_rows": _limit("pool_rows", "Slots for vectors at every site", ()),
     "inline_rows": _limit(
-        "inline_rows", "--inline-rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
+        "inline_rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
     ),
     "max_results_mib": _limit(
-        "max_results_mib", "--max-results-mib", "MiB of all results that are kept to be fetched by a handle", ("LLM",)
+        "max_results_mib", "MiB of all results that are kept to be fetched by a handle", ("LLM",)
     ),
-    "result_seconds": _limit("result_seconds", "--result-seconds", "Seconds that a result is kept", ("LLM",)),
+    "result_seconds": _limit("result_seconds", "Seconds that a result is kept", ("LLM",)),
     "dictionary_folder": Option(
         "--dictionary-folder",
         "FOLDER",
@@ -223,7 +223,7 @@ OPTIONS: dict[str, Option] = {
     "max_dose": Option(
         "--max-dose",
         None,
-        optional(_dose),
+        optional(_up_to(MAX_DOSE, f"a number above 0, {MAX_DOSE:.0f} at most")),
         "How much edits may change a token at a site, in lengths of the stream, such as 0.5; default: no limit.",
     ),
     "max_dose_action": Option(
@@ -260,14 +260,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "fail_fast_after": _limit(
         "fail_fast_after",
-        "--fail-fast-after",
         "Tokens of repetition, with a period of up to 16 tokens, after which --fail-fast ends an answer",
         ("LLM",),
     ),
     "memory_guard": Option(
         "--memory-guard",
         None,
-        optional(_share),
+        optional(_up_to(1, "a share above 0, 1 at most, such as 0.9")),
         "Refuse new requests with 503 while more than this share of the machine's or container's memory is in use, "
         "such as 0.9; default: never.",
         (),
@@ -304,14 +303,14 @@ class SaesteerConfig:
     dictionaries: Mapping[str, DictionarySource] = field(default_factory=dict)
     sites: tuple[str, ...] = ()  # in addition to those that the dictionaries need; "resid_post.all": every layer
     reads: tuple[str, ...] = ()  # sites whose tensors requests may read, in addition to where dictionaries read
-    max_read_mib: int = LIMITS["max_read_mib"][1]  # MiB that one request may read out
-    max_edits: int = LIMITS["max_edits"][1]  # table entries of one request, over all sites
+    max_read_mib: int = _USUAL["max_read_mib"]  # MiB that one request may read out
+    max_edits: int = _USUAL["max_edits"]  # table entries of one request, over all sites
     vectors: Mapping[str, VectorSource] = field(default_factory=dict)
     modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
-    pool_rows: int = LIMITS["pool_rows"][1]  # slots at every site for vectors
-    inline_rows: int = LIMITS["inline_rows"][1]  # inline vectors, and features by rows, of one request at every site
-    max_results_mib: int = LIMITS["max_results_mib"][1]  # MiB of all that are kept to be fetched by a handle
-    result_seconds: int = LIMITS["result_seconds"][1]  # that each of them is kept
+    pool_rows: int = _USUAL["pool_rows"]  # slots at every site for vectors
+    inline_rows: int = _USUAL["inline_rows"]  # inline vectors, and features by rows, of one request at every site
+    max_results_mib: int = _USUAL["max_results_mib"]  # MiB of all that are kept to be fetched by a handle
+    result_seconds: int = _USUAL["result_seconds"]  # that each of them is kept
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     dictionaries_of: tuple[str, ...] = ()  # models whose dictionaries fit the served one
     default_module: str | None = None  # the module that every request uses first, unless it opts out
@@ -322,7 +321,7 @@ class SaesteerConfig:
     capture: tuple[str, ...] = ()  # sites whose rows go, for every request, to consumers with the option "all"
     capture_folder: str | None = None  # and into shards here
     fail_fast: bool = False  # whether a request ends once what it computes is not sound
-    fail_fast_after: int = LIMITS["fail_fast_after"][1]  # tokens of repetition after which its answer is not
+    fail_fast_after: int = _USUAL["fail_fast_after"]  # tokens of repetition after which its answer is not
     memory_guard: float | None = None  # share of the memory above which new requests are refused; None: never
     allow_hosts: tuple[str, ...] = ()  # that requests may name where only this machine can send some, without a key
     playground: bool | None = None  # whether the page at /saesteer/ is served; None: the operator has not said
@@ -357,7 +356,7 @@ class SaesteerConfig:
             if raw.get("max_dose_action") is not None and made.max_dose is None:
                 found = f"got {show(made.max_dose_action)} without {KEY}.max_dose, expected both or neither"
                 fail(f"{KEY}.max_dose_action", "conflict", found)
-            if made.fail_fast_after != LIMITS["fail_fast_after"][1] and not made.fail_fast:
+            if made.fail_fast_after != _USUAL["fail_fast_after"] and not made.fail_fast:
                 found = f"got {made.fail_fast_after} without {KEY}.fail_fast, expected both or neither"
                 fail(f"{KEY}.fail_fast_after", "conflict", found)
             taken = made.capture_folder is not None or any(one.get("all") is True for one in made.consumers.values())

@@ -100,8 +100,7 @@ def check_module(spec: Spec, catalog: Catalog, where: str = "saesteer") -> None:
                 if error.code not in _BY_PROMPT:
                     raise
     except SpecError as error:
-        message = str(error).removeprefix(f"{error.field}: ")
-        raise SpecError(message, field=error.field.replace("saesteer", where, 1), code=error.code) from None
+        raise error.below(where) from None
     # No plan was complete for any of these prompts: check at least that every name is known.
     known = {"vector": catalog.vectors, "module": catalog.modules}
     for kind, name in names_in(spec.edits, {}):

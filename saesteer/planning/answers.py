@@ -268,7 +268,7 @@ class _Features(_Kind):
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """For each position its strongest features with their activations, and the named ones."""
         top_k, names = self.readout.top_k, [*map(str, self.readout.features)]
-        features = _ints(b"".join(row[0] for row in rows))
+        features = np.frombuffer(b"".join(row[0] for row in rows), "<i4").tolist()
         strengths, named = (_floats(b"".join(row[at] for row in rows)) for at in (1, 2))
         found = []
         for number, at in enumerate(positions):
@@ -339,11 +339,6 @@ _KINDS: Mapping[str, type[_Kind]] = {"features": _Features, "probe": _Probe, "ac
 def _tensor(positions: list[Any], data: bytes, dtype: str, rows: list[int]) -> dict[str, Any]:
     width = len(data) // (_SIZES[dtype] * rows[0]) if rows[0] else 0
     return {"positions": positions, "dtype": dtype, "shape": [rows[0], width], "data": data}
-
-
-def _ints(data: bytes) -> list[int]:
-    found: list[int] = np.frombuffer(data, "<i4").tolist()
-    return found
 
 
 def _floats(data: bytes) -> list[float]:

@@ -40,7 +40,7 @@ def digest_of(target: Direction, catalog: Catalog) -> bytes:
     return bytes.fromhex(rows[target.layer][: 2 * DIGEST])
 
 
-def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str] | None = None) -> list[Any]:
+def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, str]) -> list[Any]:
     """The edits as JSON, with fingerprints in place of vectors and modules.
 
     Dictionaries stay names, as nobody can change what they stand for while a server runs. The bytes of vectors are
@@ -49,9 +49,9 @@ def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, st
     Args:
         edits: edits that ``plan`` has accepted, so every name is known.
         catalog: the catalog that they were planned with.
-        modules: the digests of its modules; default: the digests in the catalog.
+        modules: the digests of its modules.
     """
-    return [_content(edit, catalog, catalog.digests if modules is None else modules) for edit in edits]
+    return [_content(edit, catalog, modules) for edit in edits]
 
 
 def module_digests(catalog: Catalog) -> dict[str, str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language import sites
 from saesteer.language.address import PREFIX
@@ -230,22 +231,21 @@ def read_probe(catalog: Catalog, name: str, site: str | None, at: str) -> tuple[
     return canonical(site), Direction(name, None if layers is None else here)
 
 
+def _named(catalog: Catalog, name: str, path: str, what: str = "one of") -> VectorSet:
+    known = catalog.vectors
+    if name not in known:
+        fail(path, "unknown_name", f"got {show(name)}{closest(name, known)}, expected {what}: {listing(known)}")
+    return known[name]
+
+
 def _rows_of_probe(catalog: Catalog, name: str, at: str) -> tuple[int, ...] | None:
-    if name not in catalog.vectors:
-        known = catalog.vectors
-        found = f"got {show(name)}{closest(name, known)}, expected the name of a vector, one of: {listing(known)}"
-        fail(f"{at}.probe", "unknown_name", found)
-    return catalog.vectors[name].layers
+    return _named(catalog, name, f"{at}.probe", "the name of a vector, one of").layers
 
 
 def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:
     """The layers of a vector, of a request's own in its order; None where it has one row for any site."""
     if isinstance(vector, str):
-        known = catalog.vectors
-        if vector not in known:
-            found = f"got {show(vector)}{closest(vector, known)}, expected one of: {listing(known)}"
-            fail(f"{at}.vector", "unknown_name", found)
-        return known[vector].layers
+        return _named(catalog, vector, f"{at}.vector").layers
     layers = vector.layers if isinstance(vector, InlineVector) else None
     if layers and catalog.layers is not None and (last := max(layers)) >= catalog.layers:
         expected = f"layers of this model, 0 to {catalog.layers - 1}"

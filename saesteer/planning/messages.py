@@ -29,9 +29,10 @@ def named(spec: Spec) -> bool:
 
 def by_message(returns: Return) -> str | None:
     """The path of the first read that is reduced to a row for each message; None: there is none."""
-    ours = (n for n, one in enumerate(returns.activations) if one.reduce == "message")
-    first = next(ours, None)
-    return None if first is None else f"saesteer.return.activations[{first}].reduce"
+    for n, one in enumerate(returns.activations):
+        if one.reduce == "message":
+            return f"saesteer.return.activations[{n}].reduce"
+    return None
 
 
 def resolve(spec: Spec, catalog: Catalog, prompt_len: int, roles: Sequence[str], spans: Spans) -> Spec:

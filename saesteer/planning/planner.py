@@ -269,11 +269,8 @@ class _Planner:
 
     def _windows(self, scope: Scope, at: str, skip_first: int = 1) -> tuple[Window, ...]:
         key = id(scope), skip_first  # a module's scope comes again with each use of the module
-        if key not in self._known:
-            self._known[key] = self._new_windows(scope, at, skip_first)
-        return self._known[key]
-
-    def _new_windows(self, scope: Scope, at: str, skip_first: int) -> tuple[Window, ...]:
+        if key in self._known:
+            return self._known[key]
         check_scope(scope, self.catalog, at)
         self.relative = self.relative or is_relative(scope)
         found = windows(scope, self.prompt_len, skip_first)
@@ -281,6 +278,7 @@ class _Planner:
             left = f" and positions {max(1, skip_first)} or later" if scope.positions is None else ""
             message = f"holds no position with a prompt of {self.prompt_len} tokens, expected at least one{left}"
             fail(f"{at}.scope", "empty_scope", message)
+        self._known[key] = found
         return found
 
     def _join(
@@ -328,15 +326,11 @@ _ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
 
 
 def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mapping[Key, Read]) -> Change | Clamps:
-    part = member.part
-    known: dict[str, Any] = {}
-    if member.keys:
-        known["gates"] = sum({conditions[key].bit for key in member.keys})
-    if member.held is not None or member.strength is not None:
-        held, strength = (None if key is None else reads[key] for key in (member.held, member.strength))
-        known |= {"held": held, "strength": strength}
-    if not known:
+    part, keys, *taken = member
+    if not keys and taken == [None, None]:
         return part
+    held, strength = (None if key is None else reads[key] for key in taken)
+    known: dict[str, Any] = {"gates": sum({conditions[key].bit for key in keys}), "held": held, "strength": strength}
     return replace(part, first=replace(part.first, **known)) if isinstance(part, Clamps) else replace(part, **known)
 
 

@@ -18,8 +18,15 @@ from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Directio
 
 # Site, what is read, and numbers: above and below of a condition; scale, shift, low and high of a read.
 Key = tuple[str, Feature | Direction | Whole, tuple[float, ...]]
-_PLAIN = 1.0, 0.0, float("-inf"), float("inf")
 G = TypeVar("G", bound=Gate)
+
+
+def bounds(low: float | None, high: float | None) -> tuple[float, float]:
+    """Two bounds as numbers, without None."""
+    return -math.inf if low is None else low, math.inf if high is None else high
+
+
+_PLAIN = 1.0, 0.0, *bounds(None, None)
 
 
 def score_of(function: Function, value: float) -> float:
@@ -30,11 +37,6 @@ def score_of(function: Function, value: float) -> float:
     if not 0 < share < 1:
         return math.copysign(math.inf, share - 0.5)
     return (math.log(share) - math.log1p(-share)) / (1 if function == "sigmoid" else 2)
-
-
-def bounds(low: float | None, high: float | None) -> tuple[float, float]:
-    """Two bounds as numbers, without None."""
-    return -math.inf if low is None else low, math.inf if high is None else high
 
 
 def bounds_of(gate: Gate, catalog: Catalog) -> tuple[float, float]:

@@ -6,6 +6,7 @@ imported only where a row needs it, since the page's table is made without vLLM.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from saesteer.config.config import SaesteerConfig
@@ -31,11 +32,6 @@ class Setup(NamedTuple):
     def second_runner(self) -> bool:
         """Whether vLLM's V2 runner runs the model."""
         return bool(getattr(self.vllm, "use_v2_model_runner", False))
-
-    @property
-    def staged(self) -> bool:
-        """Whether the model is cut into stages of a pipeline."""
-        return self.stages > 1
 
     @property
     def stages(self) -> int:
@@ -66,6 +62,12 @@ class Refusal:
         """
         what = f"{where}with {self.option.format(found)}"
         return UnsupportedError(f"saesteer cannot serve {what} in this version; {self.instead}. {self.why}")
+
+
+def _is_set(option: str) -> Callable[[Setup], Any]:
+    """Whether an option of a part of vLLM's config is set, which not all of its versions have."""
+    part, _, name = option.rpartition(".")
+    return lambda setup: getattr(attrgetter(part)(setup.vllm), name, False)
 
 
 def _connector(setup: Setup) -> Any:
@@ -113,7 +115,7 @@ REFUSALS = (
     Refusal(
         "an encoder-decoder model",
         "A request's positions count tokens of its prompt and answer; an encoder has positions of its own.",
-        lambda setup: getattr(setup.vllm.model_config, "is_encoder_decoder", False),
+        _is_set("model_config.is_encoder_decoder"),
     ),
     Refusal(
         "vLLM's first Ray executor (VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0)",
@@ -124,7 +126,7 @@ REFUSALS = (
     Refusal(
         "pipeline parallelism and the executor {}",
         "Only vLLM's executor for several processes hands over the counts and read-outs of earlier stages.",
-        lambda setup: setup.staged and setup.executor != "mp" and setup.executor,
+        lambda setup: setup.stages > 1 and setup.executor != "mp" and setup.executor,
         "add --distributed-executor-backend mp, or use tensor parallelism",
     ),
     Refusal(
@@ -136,7 +138,7 @@ REFUSALS = (
     Refusal(
         "pipeline parallelism and speculative decoding",
         "Only the last stage knows which guesses hold, so earlier ones could not drop what wrong guesses have counted.",
-        lambda setup: setup.staged and setup.guesses is not None,
+        lambda setup: setup.stages > 1 and setup.guesses is not None,
         "switch one of them off",
     ),
     Refusal(
@@ -147,28 +149,28 @@ REFUSALS = (
     Refusal(
         "sequence parallelism (pass_config.enable_sp)",
         "Each rank has only a part of the stream's tokens, and the work list counts all of them.",
-        lambda setup: getattr(setup.vllm.compilation_config.pass_config, "enable_sp", False),
+        _is_set("compilation_config.pass_config.enable_sp"),
     ),
     Refusal(
         "micro-batch overlap (use_ubatching)",
         "The model runs on slices of a step, and the work list counts tokens from the step's beginning.",
-        lambda setup: getattr(setup.vllm.parallel_config, "use_ubatching", False),
+        _is_set("parallel_config.use_ubatching"),
     ),
     Refusal(
         "elastic expert parallelism (enable_elastic_ep)",
         "An engine that joins later knows only the names of the start, and nobody has checked what it runs.",
-        lambda setup: getattr(setup.vllm.parallel_config, "enable_elastic_ep", False),
+        _is_set("parallel_config.enable_elastic_ep"),
     ),
     Refusal(
         "fault tolerance (enable_fault_tolerance)",
         "vLLM goes on behind a step that has failed. Then the device has run fewer steps than the host has counted, "
         "and no counters can be read.",
-        lambda setup: getattr(setup.vllm.parallel_config, "enable_fault_tolerance", False),
+        _is_set("parallel_config.enable_fault_tolerance"),
     ),
     Refusal(
         "kv_sharing_fast_prefill",
         "Late layers run on some of a prompt's tokens only, so edits there would land on others.",
-        lambda setup: getattr(setup.vllm.cache_config, "kv_sharing_fast_prefill", False),
+        _is_set("cache_config.kv_sharing_fast_prefill"),
     ),
     Refusal(
         "speculative decoding by {}",

@@ -22,7 +22,7 @@ class _Info:
     feature_ids: tuple[int, ...] | None = None
     targets: int | None = None
     in_norm: str = "none"
-    by_rows: bool = False
+    by_rows = False
     fingerprint: str = ""
     unknown: tuple[int, ...] = ()  # features without a maximum activation
 
@@ -66,6 +66,7 @@ class _Set:
     digests: Mapping[int | None, str] = field(default_factory=dict)
     bias: float = 0.0
     function: Any = "linear"
+    fingerprint: str = ""
 
 
 Set: Any = _Set  # stands for a VectorSet

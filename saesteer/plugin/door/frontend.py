@@ -97,11 +97,11 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
     layers, others = model.hf_text_config.num_hidden_layers, other_widths(model.hf_text_config)
     assets.refuse_others(model.model)
     assets.refuse_unlike(model.hf_text_config)
-    shape: dict[str, Any] = {"width": model.get_hidden_size(), "layers": layers, "other_widths": others}
-    catalog = assets.catalog(**shape, model=model.model, stages=stages.begins(vllm_config))
-    if consumers is not None:
-        catalog = replace(catalog, consumers={name: one.check for name, one in consumers.named.items()})
-    catalog = replace(catalog, parts=has_parser(vllm_config), **of_layers(model.hf_text_config))
+    begins, width = stages.begins(vllm_config), model.get_hidden_size()
+    catalog = assets.catalog(width=width, layers=layers, other_widths=others, model=model.model, stages=begins)
+    checks = {name: one.check for name, one in consumers.named.items()} if consumers else {}
+    parts = has_parser(vllm_config)
+    catalog = replace(catalog, consumers=checks, parts=parts, **of_layers(model.hf_text_config))
     check_default(catalog)
     for info in assets.infos.values():
         catalog.largest(info, 0)  # answers report the values that the workers load, whatever comes to lie there later

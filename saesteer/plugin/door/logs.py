@@ -8,6 +8,7 @@ A refused spec is the client's mistake and is not logged; vLLM would log it with
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any
@@ -52,9 +53,9 @@ def summary(wire: Any) -> str:
 
 
 def _counted(ops: Iterable[tuple[str, int]]) -> str:
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for op, count in ops:
-        found[op] = found.get(op, 0) + count
+        found[op] += count
     return ", ".join(f"{count} {op}" for op, count in found.items()) or "no edits"
 
 

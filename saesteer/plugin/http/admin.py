@@ -290,5 +290,4 @@ def _spec(value: Any) -> Any:
     try:
         return from_json(value)
     except SpecError as error:
-        message = str(error).removeprefix(f"{error.field}: ")
-        raise SpecError(message, field=error.field.replace(KEY, "spec", 1), code=error.code) from None
+        raise error.below("spec") from None

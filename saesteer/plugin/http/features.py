@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import islice, zip_longest
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
@@ -126,10 +126,6 @@ def _refusal(error: Exception) -> JSONResponse | None:
     return None
 
 
-def _state(request: Request) -> Any:
-    return request.app.state
-
-
 router = APIRouter(prefix="/v1/saesteer", route_class=refusing(_refusal), tags=["saesteer"])
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": Refused, "description": "The query is wrong, or the label file is; `param` names the field."},
@@ -138,13 +134,13 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("", summary="Describe the server")
-def describe(state: Annotated[Any, Depends(_state)], request: Request) -> Server:
+def describe(request: Request) -> Server:
     """What requests may use here. In a thread: it may open files."""
-    admin, args = state.saesteer_admin, state.args
+    admin, args = request.app.state.saesteer_admin, request.app.state.args
     catalog, config = admin.names.catalog, admin.engine.input_processor.saesteer_door.config
     paths = {getattr(route, "path", "") for route in request.app.routes}
     return Server(
-        **list_dictionaries(state).model_dump(),
+        **list_dictionaries(request).model_dump(),
         version=__version__,
         models=args.served_model_name or [args.model],
         layers=catalog.layers,
@@ -156,9 +152,9 @@ def describe(state: Annotated[Any, Depends(_state)], request: Request) -> Server
 
 
 @router.get("/dictionaries", summary="List the dictionaries")
-def list_dictionaries(state: Annotated[Any, Depends(_state)]) -> DictionaryList:
+def list_dictionaries(request: Request) -> DictionaryList:
     """The names that a request may use, the layers of sets, and what can be read. In a thread: it may open files."""
-    catalog = state.saesteer_admin.names.catalog
+    catalog = request.app.state.saesteer_admin.names.catalog
     keys: dict[str, str] = {}  # of a dictionary or of one of a set, by name
     for key in catalog.dictionaries:
         keys.setdefault(catalog.named(key)[0], key)
@@ -183,7 +179,7 @@ def _reading(catalog: Catalog, key: str) -> tuple[str | None, bool]:
 
 @router.get("/features", responses=_RESPONSES, summary="Find features by words, or describe one")
 def list_features(
-    state: Annotated[Any, Depends(_state)],
+    request: Request,
     dictionary: Annotated[
         str | None, Query(max_length=MAX_NAME, description="A dictionary's name, as in a request; all if left out.")
     ] = None,
@@ -199,7 +195,7 @@ def list_features(
         fail(f"{_AT}.q", "conflict", "is given next to feature, expected one of them")
     if q is not None and not words_of(q):
         fail(f"{_AT}.q", "out_of_range", f"got {q!r}, expected words")
-    catalog: Catalog = state.saesteer_admin.names.catalog
+    catalog: Catalog = request.app.state.saesteer_admin.names.catalog
     if dictionary is not None:
         source, found = _found(catalog, dictionary, layer, q, feature, limit)
         return FeatureList(dictionary=dictionary, layer=layer, source=source, features=found)

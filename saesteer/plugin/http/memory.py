@@ -59,18 +59,16 @@ class MemoryGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses the request, or passes it on."""
-        if scope["type"] not in ("http", "websocket"):
-            await self.app(scope, receive, send)
-            return
-        now = time.monotonic()
-        if now >= self._until:
-            self._until = now + PERIOD
-            self._look()
-        if not (self._over and _is_work(scope)):
-            await self.app(scope, receive, send)
-            return
-        metrics.refused(CODE)
-        await _refusal(self._message(), str(scope["path"]))(scope, receive, send)
+        app = self.app
+        if scope["type"] in ("http", "websocket"):
+            now = time.monotonic()
+            if now >= self._until:
+                self._until = now + PERIOD
+                self._look()
+            if self._over and _is_work(scope):
+                metrics.refused(CODE)
+                app = _refusal(self._message(), str(scope["path"]))
+        await app(scope, receive, send)
 
     def _look(self) -> None:
         self._seen = seen = used()

@@ -52,17 +52,22 @@ def _values(values: list[float], prompt: Prompt, start: int) -> shapes.SingleRes
     kept = values[start:]
     if not kept:
         fail("prompt", "empty_scope", "has no token behind BOS, expected some text")
-    top = max(kept)
-    activation = shapes.Values(values=kept, max_value=top, max_value_index=kept.index(top))
-    special = [*prompt.special[start:]]
-    return shapes.SingleResponse(activation=activation, tokens=[*prompt.tokens[start:]], tokens_is_special=special)
+    tokens, special = [*prompt.tokens[start:]], [*prompt.special[start:]]
+    return shapes.SingleResponse(activation=shapes.Values(**_peak(kept)), tokens=tokens, tokens_is_special=special)
+
+
+def _peak(values: list[float]) -> Json:
+    """The fields of ``shapes.Values``."""
+    top = max(values)
+    return {"values": values, "max_value": top, "max_value_index": values.index(top)}
 
 
 async def _products(host: Host, prompt: Prompt, vector: Sequence[float], hook: str) -> list[float]:
     site = site_of_hook(hook)
     if site is None:
         fail("hook", "unknown_name", f"got {show(hook)}, expected a hook such as blocks.20.hook_resid_post")
-    [entry] = _tensors(await host.read(prompt, {"activations": [{"site": site, "scope": _PROMPT}]}))
+    report = await host.read(prompt, {"activations": [{"site": site, "scope": _PROMPT}]})
+    [entry] = map(_tensor, report["activations"])
     if entry.shape[1] != len(vector):
         fail("vector", "conflict", f"is {len(vector)} wide, expected {entry.shape[1]}, the width of {site}")
     if not np.all(np.abs(vector) <= np.finfo(np.float32).max):
@@ -71,12 +76,8 @@ async def _products(host: Host, prompt: Prompt, vector: Sequence[float], hook: s
     return found
 
 
-def _tensors(report: Json) -> list[Any]:
-    """The tensors of an answer's activations, float32 [tokens, width]."""
-    return [_tensor(one) for one in report["activations"]]
-
-
 def _tensor(entry: Json) -> Any:
+    """The tensor of an entry in an answer's activations, float32 [tokens, width]."""
     found = numbers_of(entry["dtype"], b64decode(entry["data"])).reshape(entry["shape"])
     check_finite(found.ravel(), f"the tensor at {entry['site']}")
     return found
@@ -116,31 +117,18 @@ async def strongest(host: Host, asked: shapes.AllOf, text: str) -> shapes.AllRes
     for number, index in chosen:
         place = places[number]
         values = [0.0] * silent + _column(rows[place], index, prompt)[silent:]
-        top = max(values)
         total = keys[number, index] if asked.sort_by_token_indexes else 0.0
-        found.append(
-            shapes.AllFeature(
-                source=place.source,
-                index=index,
-                values=values,
-                max_value=top,
-                max_value_index=values.index(top),
-                sum_values=total,
-            )
-        )
+        about: Json = {"source": place.source, "index": index, "sum_values": total}
+        found.append(shapes.AllFeature(**about, **_peak(values)))
     return shapes.AllResponse(activations=found, tokens=[*prompt.tokens])
 
 
 async def _maxima(host: Host, prompt: Prompt, places: Sequence[Place], most: int, start: int) -> Keys:
     """The maxima of all features that may be among the strongest."""
-    if len(prompt.ids) == start:
-        return {}
     keys: Keys = {}
-    tops = await _tops(host, prompt, places, most, [[start, None]])
-    for number, place in enumerate(places):
-        for row in tops[place]:
-            for index, value in row["top"]:
-                keys[number, index] = max(value, keys.get((number, index), value))
+    for number, row in await _tops(host, prompt, places, most, [[start, None]]):
+        for index, value in row["top"]:
+            keys[number, index] = max(value, keys.get((number, index), value))
     return keys
 
 
@@ -152,24 +140,25 @@ async def _sums(host: Host, prompt: Prompt, places: Sequence[Place], tokens: Seq
         message = f"got {listing(wrong)}, expected tokens of the prompt, 0 to {len(prompt.ids) - 1}"
         fail("sortByTokenIndexes", "out_of_range", message)
     spans = [[at, at + 1] for at in sorted(times) if at >= start]
-    if not spans:
-        return {}
     keys: Keys = {}
-    tops = await _tops(host, prompt, places, MOST_ACTIVE, spans)
-    for number, place in enumerate(places):
-        for row in tops[place]:
-            _check_whole(place, row)
-            for index, value in row["top"]:
-                keys[number, index] = keys.get((number, index), 0.0) + value * times[row["position"]]
+    for number, row in await _tops(host, prompt, places, MOST_ACTIVE, spans):
+        _check_whole(places[number], row)
+        for index, value in row["top"]:
+            keys[number, index] = keys.get((number, index), 0.0) + value * times[row["position"]]
     return keys
 
 
 async def _tops(
-    host: Host, prompt: Prompt, places: Sequence[Place], most: int, spans: Sequence[Sequence[int | None]]
-) -> dict[Place, list[Json]]:
-    """The strongest features of some tokens of a prompt, by dictionary."""
-    scope = {"positions": [*spans], "generated": False}
-    return await host.features(prompt, {one: {"top_k": min(most, one.info.features), "scope": scope} for one in places})
+    host: Host, prompt: Prompt, places: Sequence[Place], most: int, spans: Sequence[Sequence[Any]]
+) -> list[tuple[int, Json]]:
+    """The strongest features of some tokens of a prompt: the number of the dictionary, and the row of a token."""
+    spans = [span for span in spans if span[0] < len(prompt.ids)]
+    if not spans:
+        return []
+    scope = {"positions": spans, "generated": False}
+    reads = {one: {"top_k": min(most, one.info.features), "scope": scope} for one in places}
+    found = await host.features(prompt, reads)
+    return [(number, row) for number, place in enumerate(places) for row in found[place]]
 
 
 def _check_whole(place: Place, row: Json) -> None:
@@ -185,7 +174,6 @@ async def by_token(host: Host, asked: shapes.TopkOf, text: str) -> shapes.TopkRe
     place = place_of(host.catalog, asked.source, asked.model)
     start = int(asked.ignore_bos and prompt.begins)
     most = max(1, min(_USUAL_OF_TOKEN if asked.top_k is None else asked.top_k, MOST_ACTIVE))
-    rows = (await _tops(host, prompt, [place], most, [[start, None]]))[place] if len(prompt.ids) > start else []
     results = [
         shapes.TopkToken(
             token=prompt.tokens[at],
@@ -193,7 +181,7 @@ async def by_token(host: Host, asked: shapes.TopkOf, text: str) -> shapes.TopkRe
             is_special=prompt.special[at],
             top_features=[shapes.TopkFeature(feature_index=one, activation_value=value) for one, value in row["top"]],
         )
-        for row in rows
+        for _, row in await _tops(host, prompt, [place], most, [[start, None]])
         for at in [row["position"]]
     ]
     return shapes.TopkResponse(results=results, tokens=[*prompt.tokens[start:]])
@@ -204,7 +192,7 @@ async def active(host: Host, asked: shapes.SourceRequest, text: str) -> shapes.S
     prompt = await host.prompt(text)
     place = place_of(host.catalog, asked.source, asked.model)
     found: dict[str, list[tuple[int, float]]] = {}
-    for row in (await _tops(host, prompt, [place], MOST_ACTIVE, [[1, None]]))[place] if len(prompt.ids) > 1 else []:
+    for _, row in await _tops(host, prompt, [place], MOST_ACTIVE, [[1, None]]):
         _check_whole(place, row)
         for index, value in sorted(row["top"]):
             found.setdefault(str(index), []).append((row["position"], round(value, _DECIMALS)))

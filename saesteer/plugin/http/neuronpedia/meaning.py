@@ -80,7 +80,8 @@ def place_of(catalog: Catalog, source: str, model: str, at: str = "source") -> P
         return Place(source, name, None, *dictionary_of(catalog, name, None, at))
     if found:
         fail(at, "conflict", f"got {show(source)} of several models, expected the model of one: {listing(found)}")
-    known = [*dict.fromkeys([one.rpartition("/")[2] for one in catalog.addresses] + _by_name(catalog))]
+    by_name = (one for one in catalog.dictionaries if not one.startswith(PREFIX))
+    known = [*dict.fromkeys([*(one.rpartition("/")[2] for one in catalog.addresses), *by_name])]
     return fail(at, "unknown_name", f"got {show(source)}{closest(source, known)}, expected one of: {listing(known)}")
 
 
@@ -118,10 +119,6 @@ def _split(source: str) -> tuple[int, str]:
     """``20-gemmascope-res-16k`` → its layer and its set; a source of another form is a set of its own."""
     layer, _, rest = source.partition("-")
     return (int(layer), rest) if layer.isdecimal() and rest else (0, source)
-
-
-def _by_name(catalog: Catalog) -> list[str]:
-    return [one for one in catalog.dictionaries if not one.startswith(PREFIX)]
 
 
 class Steered(NamedTuple):
