@@ -3,13 +3,14 @@
 Knows no weights, no tensors and no engine. Anything that is not served is refused here by name, never ignored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import singledispatchmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, Scope, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.rules import Flag, Rule, Stop
+from saesteer.language.rules import Rule
 from saesteer.language.spec import Return, Spec
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.expand import Step, steps
@@ -92,7 +93,7 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int, starts: Sequence[int] | 
     planner = _Planner(catalog, prompt_len)
     default = catalog.default if spec.defaults else None
     for step in steps(spec.edits, catalog.modules, default=default):
-        _ADD[type(step.edit)](planner, step)
+        planner.take(step.edit, step)
     found = planner.finish()
     if spec.returns != _NOTHING:
         relative = found.relative or any(is_relative(scope) for _, scope in spec.returns.scopes())
@@ -115,9 +116,14 @@ class _Planner:
         self._known: dict[tuple[int, int], tuple[Window, ...]] = {}  # windows by the scope's id and skip_first
         self._clamped: dict[tuple[str, int | None], _Clamped] = {}  # by name and layer
 
-    def clamp(self, step: Step) -> None:
-        edit, at = step.edit, step.at
-        assert isinstance(edit, Clamp)
+    @singledispatchmethod
+    def take(self, edit: Edit, step: Step) -> None:
+        """Plan an edit, by its class; it is the first of the step's."""
+        raise AssertionError(edit)
+
+    @take.register
+    def clamp(self, edit: Clamp, step: Step) -> None:
+        at = step.at
         known = self._clamped.get((edit.dictionary, edit.layer))
         name, info = known[:2] if known else dictionary_of(self.catalog, edit.dictionary, edit.layer, at)
         check_feature(name, info, edit.feature, f"{at}.feature")
@@ -132,9 +138,10 @@ class _Planner:
             of = name if info.targets is None else self.catalog.named(name)[0]  # clamps of all its layers form a group
             known = self._clamped[edit.dictionary, edit.layer] = _Clamped(name, info, reads, sites, of)
         count = step.alike.size
-        if count > 1 and not self._are_plain(step, known):
+        if count > 1 and not self._are_plain(edit, step, known):
             for n in range(count):
-                self.clamp(step.part(n, n + 1))
+                one = step.part(n, n + 1)
+                self.take(one.edit, one)
             return
         value = 1.0 if isinstance(edit.value, Strength) else edit.value
         change = Change(
@@ -161,10 +168,9 @@ class _Planner:
             there = replace(change, target=replace(target, target=number)) if number else change
             self._join(site, known.of, step, there, str(info.site_out), held)
 
-    def _are_plain(self, step: Step, known: _Clamped) -> bool:
+    def _are_plain(self, edit: Clamp, step: Step, known: _Clamped) -> bool:
         """Whether clamps may be planned as one part; otherwise each is planned by itself, and may be refused."""
-        info, edit = known.info, step.edit
-        assert isinstance(edit, Clamp)
+        info = known.info
         if known.sites != (known.reads,) or is_by_rows(self.catalog, known.key) or getattr(info, "feature_ids", None):
             return False
         most = step.alike.size * len(self._windows(edit.scope, step.at, info.skip_first))
@@ -174,9 +180,8 @@ class _Planner:
             return False
         return most <= self.catalog.max_entries and max(features) < info.features
 
-    def add(self, step: Step) -> None:
-        edit = step.edit
-        assert isinstance(edit, Add)
+    @take.register
+    def add(self, edit: Add, step: Step) -> None:
         plain = edit.norm == "none"
         spans = self._windows(edit.scope, step.at)
         places = [*places_of(self.catalog, edit.vector, edit.site, step.at)]
@@ -203,10 +208,9 @@ class _Planner:
             )
             self._join(site, Add if plain else None, step, change, written)
 
-    def project(self, step: Step) -> None:
+    @take.register
+    def project(self, edit: Cap | Ablate, step: Step) -> None:
         """Plan a cap, or an ablation, whose projection becomes 0."""
-        edit = step.edit
-        assert isinstance(edit, Cap | Ablate)
         scale, low, high = (1.0, *bounds(edit.min, edit.max)) if isinstance(edit, Cap) else (0.0, *bounds(None, None))
         spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
         law: dict[str, Any] = {"scale": scale, "low": low, "high": high, "gain": gain}
@@ -214,9 +218,9 @@ class _Planner:
             change = Change(target, spans, step.at, part=part, op=edit.op, **law)
             self._join(site, None, step, change, written)
 
-    def reconstruct(self, step: Step) -> None:
-        edit, at = step.edit, step.at
-        assert isinstance(edit, Reconstruct)
+    @take.register
+    def reconstruct(self, edit: Reconstruct, step: Step) -> None:
+        at = step.at
         name, info = dictionary_of(self.catalog, edit.dictionary, edit.layer, at, address="dictionary")
         if info.targets is not None:
             message = f"{name!r} is a cross-layer transcoder, which makes no layer's output alone"
@@ -245,9 +249,8 @@ class _Planner:
         assert clamps is not None
         clamps.of = None  # what follows reads the reconstruction
 
-    def rule(self, step: Step) -> None:
-        edit = step.edit
-        assert isinstance(edit, Rule)
+    @take.register
+    def rule(self, edit: Rule, step: Step) -> None:
         self.rules.note(edit, self._windows(edit.scope, step.at), step.at)
 
     def finish(self) -> Plan:
@@ -312,17 +315,6 @@ class _Planner:
             what = "an entry is a condition or a read, or one feature or vector in one window of positions"
             hint = "the server takes more when started with a higher --max-edits"
             fail("saesteer.edits", "too_many", f"{message} ({what}); {hint}")
-
-
-_ADD: dict[type[Edit], Callable[[_Planner, Step], None]] = {
-    Clamp: _Planner.clamp,
-    Add: _Planner.add,
-    Cap: _Planner.project,
-    Ablate: _Planner.project,
-    Reconstruct: _Planner.reconstruct,
-    Stop: _Planner.rule,
-    Flag: _Planner.rule,
-}
 
 
 def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mapping[Key, Read]) -> Change | Clamps:

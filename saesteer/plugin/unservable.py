@@ -29,11 +29,6 @@ class Setup(NamedTuple):
         return self.vllm.speculative_config
 
     @property
-    def second_runner(self) -> bool:
-        """Whether vLLM's V2 runner runs the model."""
-        return bool(getattr(self.vllm, "use_v2_model_runner", False))
-
-    @property
     def stages(self) -> int:
         """Of the pipeline."""
         return int(self.vllm.parallel_config.pipeline_parallel_size)
@@ -181,7 +176,7 @@ REFUSALS = (
     Refusal(
         "speculative decoding on vLLM's V2 runner",
         "There only the device knows which guesses hold, so what wrong guesses have counted could not be dropped.",
-        lambda setup: setup.guesses is not None and setup.second_runner,
+        lambda setup: setup.guesses is not None and getattr(setup.vllm, "use_v2_model_runner", False),
         "set VLLM_USE_V2_MODEL_RUNNER=0, or switch it off",
     ),
     Refusal(

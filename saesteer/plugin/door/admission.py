@@ -312,7 +312,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
         sent(found.rules),
         found.measures,
         scopes_of(found),
-        edits_part is not None or any(one.part for one in (*found.readouts, *found.rules)),
+        edits_part is not None or any(one.part for one in found.readouts) or any(one.part for one in found.rules),
         edits_part,
         rows,
     )
