@@ -155,14 +155,26 @@ def _placed(place: str | Path, info: CoderInfo) -> CoderInfo:
 
 def choose(path: Path, site: str | None) -> tuple[str, Draft]:
     """The name of the format that accepts a file or folder, and its draft; of several, the one that reads the site."""
-    name, found = _drafts(path)
-    return name, found if isinstance(found, Draft) else _chosen(path, found, site)
+    name, drafts = _drafts(path)
+    for one in drafts:
+        if len(drafts) == 1 or one.sites[0] == site is not None:
+            return name, one
+    what = f"{len(drafts)} dictionaries and none chosen" if site is None else f"no dictionary of {site}"
+    known = [f"{path}@{one.sites[0]}" if one.weights.path == path else str(one.weights.path) for one in drafts]
+    raise LoadError(f"{path}: {what}; expected one of {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}")
 
 
-def _drafts(path: Path) -> tuple[str, Draft | Sequence[Draft]]:
+def drafts_at(path: Path) -> tuple[str, Sequence[Draft]] | None:
+    """The name of the format that accepts a file or folder, and the drafts of its dictionaries; None if none does."""
     for name, form in FORMATS.items():
         if (found := form.draft(path)) is not None:
-            return name, found
+            return name, [found] if isinstance(found, Draft) else found
+    return None
+
+
+def _drafts(path: Path) -> tuple[str, Sequence[Draft]]:
+    if found := drafts_at(path):
+        return found
     inside = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else []
     what = f"a folder with {', '.join(inside) or 'nothing'}" if path.is_dir() else "a file of no known format"
     raise LoadError(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
@@ -175,16 +187,7 @@ def alone(path: Path) -> Draft:
         LoadError: the path holds several, or is wrong.
     """
     _, found = _drafts(path)
-    if not isinstance(found, Draft) and len(found) > 1:
+    if len(found) > 1:
         hint = f"`saesteer convert {path}@{found[0].sites[0]} FILE` makes such a file"
         raise LoadError(f"{path}: holds {len(found)} dictionaries; expected a file of its own for each: {hint}")
-    return found if isinstance(found, Draft) else found[0]
-
-
-def _chosen(path: Path, drafts: Sequence[Draft], site: str | None) -> Draft:
-    for one in drafts:
-        if len(drafts) == 1 or one.sites[0] == site is not None:
-            return one
-    what = f"{len(drafts)} dictionaries and none chosen" if site is None else f"no dictionary of {site}"
-    known = [f"{path}@{one.sites[0]}" if one.weights.path == path else str(one.weights.path) for one in drafts]
-    raise LoadError(f"{path}: {what}; expected one of {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}")
+    return found[0]

@@ -204,7 +204,8 @@ class Arrays:
         with readable(f"{self.path}: {key}", _COMPLETE), self.opened(array) as stream, progress as read:
             for start in range(0, rows, step):
                 buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
-                _fill(stream, buffer)
+                if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]  # every stream here has it
+                    raise EOFError("the file is cut short")
                 read(len(buffer))
                 yield start, torch.frombuffer(buffer, dtype=dtype).view(-1, columns)
             if array.member is not None:
@@ -293,16 +294,22 @@ def _open_npz(path: Path) -> Arrays:
     return Arrays(path, index, {})
 
 
-def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> StoredArray:
+def npy_header(path: Path, key: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """The shape of a .npy array, whether it lies by columns, and its dtype, read from its first byte; or LoadError."""
     layout: Any = np.lib.format  # its functions have no types
     version = layout.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise wrong(path, key, f".npy version {version}", "version 1.0 or 2.0")
+    if version not in ((1, 0), (2, 0)):  # 3 is for names of fields, which arrays of numbers do not have
+        raise wrong(path, key, f".npy version {version[0]}.{version[1]}", "version 1.0 or 2.0")
     said = stream.read(2 * version[0])
     if (length := int.from_bytes(said, "little")) > LARGEST_NPY_HEADER:  # numpy would read all of it first
         raise wrong(path, key, f"a header of {length} bytes", f"at most {LARGEST_NPY_HEADER}")
     read = layout.read_array_header_1_0 if version == (1, 0) else layout.read_array_header_2_0
-    shape, fortran, dtype = read(io.BytesIO(said + stream.read(length)))
+    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(io.BytesIO(said + stream.read(length)))
+    return found
+
+
+def _npy_array(path: Path, key: str, stream: IO[bytes], info: zipfile.ZipInfo) -> StoredArray:
+    shape, fortran, dtype = npy_header(path, key, stream)
     if dtype.hasobject:
         raise wrong(path, key, "Python objects", "numbers: pickled objects are never loaded")
     start = stream.tell()
@@ -389,12 +396,3 @@ def _pread(descriptor: int, array: StoredArray, items: int, size: int) -> bytear
 def is_finite(values: Tensor) -> bool:
     """Whether all values are finite: x - x is 0, or NaN, which counts as true. 3 us for a row; isfinite takes 25."""
     return not (values - values).any()
-
-
-def _fill(stream: IO[bytes], buffer: bytearray) -> None:
-    view, done = memoryview(buffer), 0
-    while done < len(buffer):
-        count = stream.readinto(view[done:])  # type: ignore[attr-defined]  # every stream opened here has it
-        if not count:
-            raise EOFError("the file is cut short")
-        done += count

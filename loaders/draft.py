@@ -273,16 +273,12 @@ def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCo
 
     wanted = dtype or _dtype(draft)
 
-    def matrix(
-        role: str, width: int, scale: Tensor | None = None, dtype: torch.dtype = wanted, rows: int = info.features
-    ) -> Tensor:
-        return _matrix(draft, role, (rows, width), dtype, scale)
-
     def ordered(rows: Tensor) -> Tensor:
         return rows if draft.order is None else rows[draft.order]
 
     b_enc, threshold, centring = folded.b_enc, folded.threshold, draft.centred and not draft.mean_free
-    w_enc = matrix("w_enc", info.d_in, folded.enc_scale, torch.float32 if centring else wanted)
+    exact = torch.float32 if centring else wanted
+    w_enc = _matrix(draft, "w_enc", (info.features, info.d_in), exact, folded.enc_scale)
     if centring:
         w_enc, b_enc = folds.centre_input(w_enc, b_enc, vectors.get("b_in"))
         w_enc = w_enc.to(wanted)
@@ -293,12 +289,12 @@ def _built(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> SparseCo
     return SparseCoder(
         w_enc=ordered(w_enc),
         b_enc=ordered(b_enc),
-        w_dec=ordered(matrix("w_dec", info.d_out, folded.dec_scale)),
+        w_dec=ordered(_matrix(draft, "w_dec", (info.features, info.d_out), wanted, folded.dec_scale)),
         b_dec=folded.b_dec,
         info=info,
         threshold=None if threshold is None else ordered(threshold),
         max_act=ordered(vectors["max_act"]) if "max_act" in vectors else None,
-        w_skip=matrix("skip", info.d_in, rows=info.d_out) if info.skip else None,
+        w_skip=_matrix(draft, "skip", (info.d_out, info.d_in), wanted) if info.skip else None,
     )
 
 

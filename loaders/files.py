@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from saesteer.errors import LoadError
+from saesteer.errors import LoadError, reason
 from saesteer.loaders.cache import digest_of
 from saesteer.loaders.hub import download, is_id, unpinned
 from saesteer.loaders.neuronpedia import resolved
@@ -41,11 +41,7 @@ def readable(what: str, expected: str) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as exc:
-        raise LoadError(f"{what}: not readable ({_first_line(exc)}); expected {expected}") from exc
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
+        raise LoadError(f"{what}: not readable ({reason(exc)}); expected {expected}") from exc
 
 
 def fetch(place: str | Path, *, again: bool = False) -> Path:
@@ -93,21 +89,27 @@ def both(place: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     return (first, second) if first.is_file() and second.is_file() else None
 
 
+def numbered(place: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The files of a folder, or the one file, with names of a pattern, by name, each with the number in its name."""
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    return [(int(found[1]), file) for file in files if (found := pattern.fullmatch(file.name))]
+
+
 def there(path: Path) -> bool:
     """Whether there is such a file or folder.
 
     Raises:
         LoadError: this user may not read it, so no format would accept it.
     """
-    reason = "Permission denied"
+    why = "Permission denied"
     try:
         if not path.exists():
             return False
         may = os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
     except OSError as exc:
-        may, reason = False, exc.strerror or str(exc)
+        may, why = False, exc.strerror or str(exc)
     if not may:
-        raise LoadError(f"{path}: cannot be read ({reason}); expected a file or folder that this user may read")
+        raise LoadError(f"{path}: cannot be read ({why}); expected a file or folder that this user may read")
     return True
 
 
@@ -142,8 +144,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
             raise ValueError(f"{size} bytes")
         document = yaml.load(file.read_bytes(), _Plain)  # it makes what safe_load does
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
-        reason = str(exc).splitlines()[0]
-        raise LoadError(f"{file}: not readable as YAML ({reason}); expected keys and values") from exc
+        raise LoadError(f"{file}: not readable as YAML ({reason(exc)}); expected keys and values") from exc
     if not isinstance(document, dict):
         raise LoadError(f"{file}: holds a YAML {type(document).__name__}; expected keys and values")
     return document
@@ -155,6 +156,25 @@ def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: in
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise wrong(file, key, repr(value), f"a whole number, at least {at_least}")
     return value
+
+
+def one_of(file: Path, document: Mapping[str, Any], key: str, known: Iterable[str], default: str | None = None) -> Any:
+    """``document[key]``, one of the known strings; default where it is absent."""
+    value = document.get(key, default)
+    if value not in known:
+        raise wrong(file, key, repr(value), f"one of {', '.join(known)}")
+    return value
+
+
+def whole_numbers(file: Path, about: Mapping[str, str], key: str, expected: str) -> tuple[int, ...]:
+    """``about[key]``, a JSON list of ints from 0 on; none where it is absent."""
+    try:
+        found = json.loads(about.get(key, "[]"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
+        raise wrong(file, key, f"{about[key]:.100}", expected)
+    return tuple(found)
 
 
 def positive(file: Path, document: dict[str, Any], key: str) -> float:

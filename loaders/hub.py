@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
-from saesteer.errors import LoadError
+from saesteer.errors import LoadError, reason
 
 WEIGHT_SUFFIXES = (".safetensors", ".npz", ".npy", ".gguf", ".pt", ".pth")  # files that a place may name directly
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9*][\w.=*+-]*)+(@@\w[\w.-]*(/\w[\w.-]*)*)?")
@@ -266,5 +266,4 @@ def _answering(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({reason})") from exc
+        raise LoadError(f"{place}: no such file or folder, and the hub did not give it ({reason(exc)})") from exc

@@ -23,7 +23,7 @@ from torch import Tensor
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, place_of
 from saesteer.loaders.arrays import Arrays, open_arrays
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import fingerprint, wrong
+from saesteer.loaders.files import fingerprint, whole_numbers, wrong
 from saesteer.loaders.sample import sample
 from saesteer.loaders.write import write_arrays
 
@@ -64,14 +64,9 @@ def write(
     Raises:
         LoadError: the file cannot be written, or the weights have changed since the draft was made.
     """
-    write_arrays(
-        beside(path),
-        {_KEY: max_act},
-        {"weights": sample(draft), "by": by}
-        | ({} if tokens is None else {"tokens": str(tokens)})
-        | ({} if site is None else {"site": place_of(site)})
-        | ({GAPS: json.dumps([*gaps])} if gaps else {}),
-    )
+    known = {"weights": sample(draft), "by": by, "tokens": None if tokens is None else str(tokens)}
+    known |= {"site": site and place_of(site), GAPS: json.dumps([*gaps]) if gaps else None}
+    write_arrays(beside(path), {_KEY: max_act}, {name: one for name, one in known.items() if one is not None})
     return beside(path)
 
 
@@ -116,15 +111,10 @@ def known(path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
 
 def gaps_in(file: Path, about: Mapping[str, str]) -> tuple[int, ...]:
     """The features without a value, as a file's metadata has them; raises LoadError."""
-    try:
-        found = json.loads(about.get(GAPS, "[]"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found) or len(found) % 2:
-        raise wrong(file, GAPS, f"{about[GAPS]:.100}", "pairs of whole numbers")
-    if not all(one < other for one, other in pairwise(found)):
+    found = whole_numbers(file, about, GAPS, "pairs of whole numbers")
+    if len(found) % 2 or not all(one < other for one, other in pairwise(found)):
         raise wrong(file, GAPS, f"{about[GAPS]:.100}", "pairs of whole numbers, ascending")
-    return tuple(found)
+    return found
 
 
 def added(path: Path, coder: SparseCoder, site: str | None, draft: Draft) -> SparseCoder:

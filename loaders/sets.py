@@ -123,16 +123,12 @@ def _from_hub(place: str, first: int, layers: Collection[int] | None, get: Get) 
 
 def _inside(path: Path, depth: int, looked: list[int]) -> Iterator[tuple[Path, Draft]]:
     """The dictionaries that a file or folder holds itself, or else those below it, each with its own place."""
-    from saesteer.loaders import FORMATS  # which imports this file
+    from saesteer.loaders import drafts_at  # which imports this file
 
-    for form in FORMATS.values():
-        found = form.draft(path)
-        if isinstance(found, Draft):
-            yield path, found
-        elif found is not None:
-            yield from ((one.weights.path, one) for one in found)
-        if found is not None:
-            return
+    if found := drafts_at(path):
+        _, drafts = found
+        yield from ((one.weights.path if len(drafts) > 1 else path, one) for one in drafts)
+        return
     looked[0] += 1
     if not path.is_dir() or depth == DEEPEST or looked[0] > MOST_FOLDERS:
         return

@@ -17,6 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def reason(exc: BaseException) -> str:
+    """The first line of what an exception says, or its type."""
+    return (str(exc).strip() or type(exc).__name__).splitlines()[0]
+
+
 def printable(text: str) -> str:
     """Text out of a file that anybody may have made, in which nothing speaks to the terminal or begins a line."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)

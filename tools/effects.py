@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from saesteer.commands.effects import PENALTY, QUESTIONS, TOKENS, Answers, clamp, doses_of, effects
-from saesteer.commands.embedded import DICTIONARIES, engine_options
+from saesteer.commands.effects import PENALTY, QUESTIONS, TOKENS, Answers, doses_of, effects
+from saesteer.commands.embedded import DICTIONARIES, clamp, engine_options
 from saesteer.commands.reading import tokenizer_of, tokens_of
 from saesteer.labels.places import beside
 from saesteer.labels.writing import keep

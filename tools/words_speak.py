@@ -9,8 +9,8 @@ stands beside it below. The search was tuned on TUNED; HELD was looked at afterw
 import argparse
 import re
 
-from saesteer.commands.effects import PENALTY, clamp, is_sound
-from saesteer.commands.embedded import DICTIONARIES, engine_options, ensure_model
+from saesteer.commands.effects import PENALTY, is_sound
+from saesteer.commands.embedded import DICTIONARIES, clamp, engine_options, ensure_model
 from saesteer.labels.places import beside
 from saesteer.labels.store import Labels
 from saesteer.plugin.job import Batch, run

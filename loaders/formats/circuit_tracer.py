@@ -25,7 +25,7 @@ from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import read_yaml, text, whole_number, wrong
+from saesteer.loaders.files import numbered, read_yaml, text, whole_number, wrong
 from saesteer.loaders.parts import split
 
 FILES = ("config.yaml",)
@@ -40,16 +40,16 @@ _UNSAID: dict[str, dict[str, Any]] = {
 }
 
 
-def draft(place: Path) -> Draft | list[Draft] | None:
+def draft(place: Path) -> list[Draft] | None:
     """The draft of a layer's file, or the drafts of a folder's layers; None for others. Raises LoadError."""
     config = (place if place.is_dir() else place.parent) / FILES[0]
-    if not (place.is_dir() or _LAYER.fullmatch(place.name)):
+    layers = numbered(place, _LAYER)
+    if not (layers or place.is_dir()):
         return None
-    layers = sorted(path for path in place.iterdir() if _LAYER.fullmatch(path.name)) if place.is_dir() else [place]
-    across = [file for file in layers if file.name.startswith("W_")]
+    across = [one for one in layers if one[1].name.startswith("W_")]
     if config.is_file():
         cfg = _from_path(place) | read_yaml(config)
-    elif layers and set(_KEYS.values()) <= open_arrays(layers[0]).index.keys():
+    elif layers and set(_KEYS.values()) <= open_arrays(layers[0][1]).index.keys():
         cfg = {"model_kind": "transcoder_set"} | _from_path(place)
     else:
         return None
@@ -61,14 +61,13 @@ def draft(place: Path) -> Draft | list[Draft] | None:
         first = str(listed[0] if isinstance(listed, list) else listed).removeprefix("hf://").partition("?")[0]
         expected = f"the place of one of them, such as {first}, with the site that it reads"
         raise wrong(config, "transcoders", "a list of files of other repositories, which is not served", expected)
-    layers = across if kind == "cross_layer_transcoder" else [file for file in layers if file not in across]
+    layers = across if kind == "cross_layer_transcoder" else [one for one in layers if one not in across]
     if not layers:
         raise wrong(place, _KINDS[str(kind)], "0 files and none chosen", "one for each layer")
-    drafts = [(_across if across else _one)(file, config, cfg) for file in layers]
-    return drafts if len(drafts) > 1 else drafts[0]
+    return [(_across if across else _one)(*one, config, cfg) for one in layers]
 
 
-def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+def _one(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
     weights = open_arrays(file)
     activation: Activation = "jumprelu" if _THRESHOLD in weights.index else "relu"
     if text(config, cfg, "activation") == "topk":
@@ -82,14 +81,13 @@ def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
         configs=(config,) if config.is_file() else (),
         below_zero="kept",
         k=whole_number(config, cfg, "k") if activation == "topk" else None,
-        sites=_sites(file, config, cfg),
+        sites=_sites(layer, config, cfg),
         model=text(config, cfg, "model_name"),
     )
 
 
-def _across(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+def _across(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
     """One layer of a cross-layer transcoder."""
-    layer = _layer(file)
     beside = file.with_name(f"W_dec_{layer}.safetensors")
     if not beside.is_file():
         raise wrong(file, beside.name, "missing next to it", "the decoders of its features")
@@ -108,21 +106,15 @@ def _across(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
         below_zero="kept",
         later=tuple({"w_dec": names[at]} for at in range(1, written)),
         decoders=split(decoders, key, 3, names, axis=1),
-        sites=_sites(file, config, cfg),
+        sites=_sites(layer, config, cfg),
         can_reconstruct=False,
         model=text(config, cfg, "model_name"),
     )
 
 
-def _layer(file: Path) -> int:
-    match = _LAYER.fullmatch(file.name)
-    assert match is not None, file
-    return int(match[1])
-
-
-def _sites(file: Path, config: Path, cfg: dict[str, Any]) -> Sites:
+def _sites(layer: int, config: Path, cfg: dict[str, Any]) -> Sites:
     hooks = (text(config, cfg, f"feature_{side}_hook") for side in ("input", "output"))
-    read, written = aliases.pair(*(f"blocks.{_layer(file)}.{hook}" if hook else None for hook in hooks))
+    read, written = aliases.pair(*(f"blocks.{layer}.{hook}" if hook else None for hook in hooks))
     model = text(config, cfg, "model_name")
     return aliases.added(read, model), aliases.added(written, model)
 

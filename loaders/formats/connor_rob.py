@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saesteer.loaders import aliases
+from saesteer.loaders import aliases, sizes
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import only, read_json, text, whole_number, wrong
+from saesteer.loaders.draft import Draft
+from saesteer.loaders.files import only, read_json, text, wrong
 
 FILES = ("*_cfg.json",)  # and the .pt file, which a place names
 _KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "b_in": "b_dec"}
@@ -32,14 +32,14 @@ def draft(place: Path) -> Draft | None:
     if cfg.get("sae_type", "vanilla") not in ("relu", "vanilla"):
         raise wrong(config, "sae_type", repr(cfg["sae_type"]), "relu or vanilla: nothing else is served")
     only(config, cfg, {"top_k": None, "input_unit_norm": False})
-    site, width = text(config, cfg, "act_name"), Axis("act_size", whole_number(config, cfg, "act_size"))
+    site = text(config, cfg, "act_name")
     return Draft(
         open_arrays(place),
         _KEYS,
         "relu",
         transposed={"w_enc"},
         configs=(config,),
-        sizes=(Axis("dict_size", whole_number(config, cfg, "dict_size")), width, width),
+        sizes=sizes.named(config, cfg, "dict_size", "act_size"),
         sites=aliases.pair(site, site),
         model=text(config, cfg, "model_name"),
     )

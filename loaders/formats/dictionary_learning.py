@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from saesteer.dictionaries.coder import Activation
+from saesteer.loaders import sizes
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
+from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import both, read_json, section, text, whole_number, wrong
 
 FILES = ("ae.pt", "config.json")
@@ -66,8 +67,6 @@ def draft(place: Path) -> Draft | None:
     if name not in _CLASSES:
         raise wrong(config, "trainer.dict_class", repr(name), f"one of {', '.join(_CLASSES)}")
     activation, keys, ignored = _CLASSES[name]
-    features = Axis("dict_size", whole_number(config, trainer, "dict_size"))
-    width = Axis("activation_dim", whole_number(config, trainer, "activation_dim"))
     site = _site(config, cfg, trainer)
     return Draft(
         open_arrays(file),
@@ -76,7 +75,7 @@ def draft(place: Path) -> Draft | None:
         ignored=ignored,
         transposed={"w_enc"} if keys["w_enc"] == "W_enc" else {"w_dec"},
         configs=(config,),
-        sizes=(features, width, width),
+        sizes=sizes.named(config, trainer, "dict_size", "activation_dim"),
         below_zero="raised",
         k=whole_number(config, trainer, "k") if activation == "topk" else None,
         sites=(site, site),

@@ -21,7 +21,7 @@ from typing import Any
 from saesteer.loaders import aliases
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import positive, read_json, text, wrong
+from saesteer.loaders.files import numbered, positive, read_json, text, wrong
 from saesteer.loaders.parts import split
 
 FILES = ("params.safetensors", "config.json", "params_layer_*.safetensors")
@@ -40,10 +40,8 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     """
     folder = place if place.is_dir() else place.parent
     file, config = (folder / name for name in FILES[:2])
-    layers = [path for path in (place.iterdir() if place == folder else [place]) if _SET.fullmatch(path.name)]
-    if layers:
-        drafts = [_across(one, config) for one in sorted(layers)]
-        return drafts if len(drafts) > 1 else drafts[0]
+    if layers := numbered(place, _SET):
+        return [_across(layer, one, config) for layer, one in layers]
     if place not in (folder, file, config) or not file.is_file():
         return None
     weights = open_arrays(file)
@@ -65,11 +63,9 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     )
 
 
-def _across(file: Path, config: Path) -> Draft:
+def _across(layer: int, file: Path, config: Path) -> Draft:
     """One layer of a cross-layer transcoder."""
-    match = _SET.fullmatch(file.name)
-    assert match is not None, file
-    layer, cfg = int(match[1]), read_json(config) if config.is_file() else {}
+    cfg = read_json(config) if config.is_file() else {}
     parts = file.absolute().parts
     kind = text(config, cfg, "type") or next((part for part in parts[::-1] if part in ("clt", "crosscoder")), None)
     if kind != "clt":

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saesteer.loaders import aliases
+from saesteer.loaders import aliases, sizes
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import only, positive, read_json, section, text, whole_number, wrong
+from saesteer.loaders.draft import Draft
+from saesteer.loaders.files import only, positive, read_json, section, text, wrong
 
 FILES = ("hyperparams.json", "checkpoints/final.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias"}
@@ -39,7 +39,6 @@ def draft(place: Path) -> Draft | None:
         raise wrong(config, "act_fn", repr(cfg.get("act_fn")), "jumprelu, or topk with a threshold")
     only(config, cfg, _TAKEN)
     average = section(config, cfg, "dataset_average_activation_norm")
-    width = Axis("d_model", whole_number(config, cfg, "d_model"))
     read = text(config, cfg, "hook_point_in")
     return Draft(
         open_arrays(file),
@@ -48,7 +47,7 @@ def draft(place: Path) -> Draft | None:
         optional={"b_dec": "decoder.bias"},
         transposed={"w_dec"},
         configs=(config,),
-        sizes=(Axis("d_sae", whole_number(config, cfg, "d_sae")), width, width),
+        sizes=sizes.named(config, cfg, "d_sae", "d_model"),
         decoder_norm="values",
         lengths=(positive(config, average, "in"), positive(config, average, "out")),
         threshold=positive(config, cfg, "jump_relu_threshold"),

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saesteer.loaders import aliases
+from saesteer.loaders import aliases, sizes
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import both, flag, only, positive, read_json, text, whole_number
+from saesteer.loaders.draft import Draft
+from saesteer.loaders.files import both, flag, only, read_json, text
 
 FILES = ("config.json", "sae_weights.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias", "b_dec": "decoder.bias"}
@@ -38,8 +38,6 @@ def draft(place: Path) -> Draft | None:
     if "hook_point_in" not in cfg or not any(key.startswith("encoder.") for key in weights.index):
         return None
     only(config, cfg, _TAKEN)
-    width = Axis("d_model", whole_number(config, cfg, "d_model"))
-    features = int(width.size * positive(config, cfg, "expansion_factor"))
     hook = text(config, cfg, "hook_point_in")
     length = f"dataset_average_activation_norm.{hook}"
     return Draft(
@@ -49,7 +47,7 @@ def draft(place: Path) -> Draft | None:
         ignored={key for key in weights.index if key.startswith("dataset_average_activation_norm.")},
         transposed={"w_dec"},
         configs=(config,),
-        sizes=(Axis("d_model * expansion_factor", features), width, width),
+        sizes=sizes.expanded(config, cfg),
         decoder_norm="gates" if flag(config, cfg, "sparsity_include_decoder_norm", default=True) else "kept",
         sites=aliases.pair(hook, text(config, cfg, "hook_point_out") or hook),
     )

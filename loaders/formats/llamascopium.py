@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from saesteer.dictionaries.coder import Activation
-from saesteer.loaders import aliases
+from saesteer.loaders import aliases, sizes
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import both, flag, only, positive, read_json, text, whole_number, wrong
+from saesteer.loaders.draft import Draft
+from saesteer.loaders.files import both, flag, one_of, only, read_json, text, whole_number, wrong
 from saesteer.loaders.parts import split
 
 FILES = ("config.json", "sae_weights.safetensors")
@@ -53,8 +53,8 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     only(config, cfg, {"use_glu_encoder": False})
     if kind == "clt":
         return _across(file, config, cfg)
-    activation = _ACTIVATIONS[_one_of(config, cfg, "act_fn", tuple(_ACTIVATIONS))]
-    norm = _one_of(config, cfg, "norm_activation", _NORMS)
+    activation = _ACTIVATIONS[one_of(config, cfg, "act_fn", _ACTIVATIONS)]
+    norm = one_of(config, cfg, "norm_activation", _NORMS)
     hooks = text(config, cfg, "hook_point_in"), text(config, cfg, "hook_point_out")
     if norm == "token-wise" and hooks[0] != hooks[1]:
         raise wrong(config, "norm_activation", "token-wise in a transcoder", "a norm that the files hold")
@@ -66,8 +66,6 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     if norm == "dataset-wise":
         keys |= {"length_in": f"{_AVERAGE}.{hooks[0]}", "length_out": f"{_AVERAGE}.{hooks[1]}"}
     by_norm = flag(config, cfg, "sparsity_include_decoder_norm", default=True)
-    width = Axis("d_model", whole_number(config, cfg, "d_model"))
-    features = int(width.size * positive(config, cfg, "expansion_factor"))
     weights = open_arrays(file)
     return Draft(
         weights,
@@ -77,7 +75,7 @@ def draft(place: Path) -> Draft | list[Draft] | None:
         ignored={key for key in weights.index if key.startswith(_AVERAGE)},
         transposed={"w_enc"},
         configs=(config,),
-        sizes=(Axis("d_model * expansion_factor", features), width, width),
+        sizes=sizes.expanded(config, cfg),
         decoder_norm=_BY_NORM.get(activation, "kept") if by_norm else "kept",
         k=whole_number(config, cfg, "top_k") if activation == "topk" else None,
         in_norm="l2_sqrt_d" if norm == "token-wise" else "none",
@@ -88,8 +86,8 @@ def draft(place: Path) -> Draft | list[Draft] | None:
 
 def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
     """The layers of a cross-layer transcoder."""
-    activation = _ACTIVATIONS[_one_of(config, cfg, "act_fn", ("relu", "jumprelu"))]
-    norm = _one_of(config, cfg, "norm_activation", ("inference", "dataset-wise"))
+    activation = _ACTIVATIONS[one_of(config, cfg, "act_fn", ("relu", "jumprelu"))]
+    norm = one_of(config, cfg, "norm_activation", ("inference", "dataset-wise"))
     reads, writes = (_hooks(config, cfg, f"hook_points_{side}") for side in ("in", "out"))
     sites = [aliases.pair(*pair) for pair in zip(reads, writes, strict=False)]
     count, (kind, _, first) = len(sites), str(sites[0][1]).partition(".")
@@ -106,8 +104,6 @@ def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
         if weights.shape(key, rank)[0] != parts:
             raise wrong(file, key, f"shape {list(weights.index[key].shape)}", f"{parts} layers in its first axis")
         weights = split(weights, key, rank, {at: f"{key}[{at}]" for at in range(parts)})
-    width = Axis("d_model", whole_number(config, cfg, "d_model"))
-    features = int(width.size * positive(config, cfg, "expansion_factor"))
     drafts = []
     for layer in range(count):
         keys = {role: f"{key}[{layer}]" for role, key in names.items()} | {"b_dec": f"b_D.{layer}"}
@@ -125,7 +121,7 @@ def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
                 ignored={key for key in weights.index if key.startswith(_OTHERS)},
                 transposed={"w_enc"},
                 configs=(config,),
-                sizes=(Axis("d_model * expansion_factor", features), width, width),
+                sizes=sizes.expanded(config, cfg),
                 decoder_norm="gates" if by_norm and activation == "jumprelu" else "kept",
                 later=tuple(written[1:]),
                 sites=sites[layer],
@@ -140,9 +136,3 @@ def _hooks(file: Path, cfg: dict[str, Any], key: str) -> list[str]:
     if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
         raise wrong(file, key, repr(found), "a list of hooks, one for each layer")
     return found
-
-
-def _one_of(file: Path, cfg: dict[str, Any], key: str, known: tuple[str, ...]) -> str:
-    if cfg.get(key) not in known:
-        raise wrong(file, key, repr(cfg.get(key)), f"one of {', '.join(known)}")
-    return str(cfg[key])

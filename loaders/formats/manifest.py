@@ -26,7 +26,7 @@ import torch
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import read_json, whole_number, wrong
+from saesteer.loaders.files import read_json, section, whole_number, wrong
 
 FILES = ("manifest.json", "layer_*[a-z].safetensors")  # layer_3.safetensors is one of another format's set
 HOOKS: dict[str, str | None] = {
@@ -41,7 +41,7 @@ _REQUIRED = {"d_model", "d_sae", "activation", "layers", "clampable_features"}
 _OPTIONAL = {"activation_params", "weights_uri", "kind"}
 
 
-def draft(place: Path) -> Draft | list[Draft] | None:
+def draft(place: Path) -> list[Draft] | None:
     """The drafts of a folder with ``manifest.json``, one for each site, or of a file there. Raises LoadError."""
     file = (place if place.is_dir() else place.parent) / FILES[0]
     if not file.is_file():
@@ -86,7 +86,7 @@ def draft(place: Path) -> Draft | list[Draft] | None:
             can_reconstruct=full,
         )
         drafts.append(made)
-    return drafts if len(drafts) > 1 else drafts[0]
+    return drafts
 
 
 def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, ...]:
@@ -102,22 +102,17 @@ def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, .
 
 
 def _activation(file: Path, manifest: dict[str, Any], rows: int, complete: bool) -> tuple[Activation, int | None]:
-    activation, params = manifest["activation"], manifest.get("activation_params") or {}
+    activation = manifest["activation"]
     if activation not in ("relu", "jumprelu", "topk"):
         raise wrong(file, "activation", repr(activation), "relu, jumprelu or topk")
-    if not isinstance(params, dict):
-        raise wrong(file, "activation_params", repr(params), "a JSON object")
+    params = section(file, manifest, "activation_params") if manifest.get("activation_params") else {}
     if activation != "topk":
         for key in params:
             raise wrong(file, f"activation_params.{key}", repr(params[key]), f"nothing there for {activation}")
         return cast(Activation, activation), None
     if not complete:
-        raise wrong(
-            file,
-            "activation",
-            "topk over a part of the features",
-            "every feature: a rank inside a subset is not the rank",
-        )
+        rank = "every feature: a rank inside a subset is not the rank"
+        raise wrong(file, "activation", "topk over a part of the features", rank)
     if set(params) != {"k"} or whole_number(file, params, "k") > rows:
         raise wrong(file, "activation_params", repr(params), f"k alone, from 1 to {rows}")
     return "topk", params["k"]

@@ -17,13 +17,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from saesteer.dictionaries.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import wrong
+from saesteer.loaders.files import one_of, whole_numbers, wrong
 from saesteer.loaders.max_act import GAPS, gaps_in
 from saesteer.loaders.neuronpedia import addresses
 from saesteer.loaders.write import write_arrays
@@ -34,7 +34,7 @@ _KEYS = {"w_enc": "W_enc", "b_enc": "b_enc", "w_dec": "W_dec", "b_dec": "b_dec"}
 _SITE = re.compile(r"[a-z]+(_[a-z]+)*(\.\d+)?")
 
 
-def draft(place: Path) -> Draft | list[Draft] | None:
+def draft(place: Path) -> list[Draft] | None:
     """The draft of our .safetensors file or of a folder with ``saesteer.safetensors``, or those of a folder's files.
 
     A ``saesteer.safetensors`` is always ours; another file is ours if its metadata or keys say so. Raises LoadError.
@@ -44,7 +44,7 @@ def draft(place: Path) -> Draft | list[Draft] | None:
         if (one := _one(file)) is None:
             return None
         drafts.append(one)
-    return drafts if len(drafts) > 1 else drafts[0] if drafts else None
+    return drafts or None
 
 
 def _one(file: Path) -> Draft | None:
@@ -65,11 +65,11 @@ def _one(file: Path) -> Draft | None:
     if "format" not in about and shape[0] == shape[1]:
         raise wrong(file, "W_enc", f"shape {list(shape)} and no metadata", "format: saesteer, or F other than d")
     default = "jumprelu" if "threshold" in index else "relu"
-    activation = _one_of(file, about, "activation", get_args(Activation), default)
+    activation = one_of(file, about, "activation", get_args(Activation), default)
     if activation != "jumprelu" and "threshold" in index:
         raise wrong(file, "threshold", "there", "one for jumprelu, else none")
     one = "threshold" in index and index["threshold"].shape == (1,)
-    in_norm = _one_of(file, about, "in_norm", get_args(InNorm), "none")
+    in_norm = one_of(file, about, "in_norm", get_args(InNorm), "none")
     centred = _is_true(file, about, "centred", "false")
     if centred and in_norm != "none":
         raise wrong(file, "centred", f"true, with in_norm {in_norm}", "one of the two")
@@ -86,7 +86,7 @@ def _one(file: Path) -> Draft | None:
         k=_number(file, about, "k") if "k" in about else None,
         in_norm=in_norm,
         sites=(_site(file, about, "site_in"), _site(file, about, "site_out")),
-        feature_unit=_one_of(file, about, "feature_unit", get_args(FeatureUnit), "raw"),
+        feature_unit=one_of(file, about, "feature_unit", get_args(FeatureUnit), "raw"),
         skip_first=_number(file, about, "skip_first") if "skip_first" in about else 1,
         feature_ids=_feature_ids(file, about),
         can_reconstruct=_is_true(file, about, "can_reconstruct", "true"),
@@ -150,15 +150,8 @@ def _files(folder: Path) -> list[Path]:
     return [file] if file.is_file() else sorted(folder.glob("*.safetensors"))
 
 
-def _one_of(file: Path, about: dict[str, str], key: str, known: tuple[str, ...], default: str) -> Any:
-    value = about.get(key, default)
-    if value not in known:
-        raise wrong(file, key, repr(value), f"one of {', '.join(known)}")
-    return value
-
-
 def _is_true(file: Path, about: dict[str, str], key: str, default: str) -> bool:
-    return bool(_one_of(file, about, key, ("true", "false"), default) == "true")
+    return bool(one_of(file, about, key, ("true", "false"), default) == "true")
 
 
 def _mean(file: Path, about: dict[str, str], key: str) -> float | None:
@@ -186,12 +179,5 @@ def _number(file: Path, about: dict[str, str], key: str) -> int:
 
 
 def _feature_ids(file: Path, about: dict[str, str]) -> tuple[int, ...] | None:
-    if "feature_ids" not in about:
-        return None
-    try:
-        ids = json.loads(about["feature_ids"])
-    except (ValueError, RecursionError):
-        ids = None
-    if not isinstance(ids, list) or not all(type(feature) is int and feature >= 0 for feature in ids):
-        raise wrong(file, "feature_ids", f"{about['feature_ids']:.100}", "a list of whole numbers")
-    return tuple(ids)
+    known = "feature_ids" in about
+    return whole_numbers(file, about, "feature_ids", "a list of whole numbers") if known else None

@@ -11,41 +11,39 @@ import re
 from pathlib import Path
 from typing import Any
 
+from saesteer.loaders import sizes
 from saesteer.loaders.arrays import open_arrays
-from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import only, read_json, text, whole_number, wrong
+from saesteer.loaders.draft import Draft
+from saesteer.loaders.files import numbered, only, read_json, text, whole_number, wrong
 
 FILES = ("config.json",)  # and the layer's file, which a place names: a set has some tens of them
 _LAYER = re.compile(r"layer(\d+)\.sae\.pt")
 
 
-def draft(place: Path) -> Draft | list[Draft] | None:
+def draft(place: Path) -> list[Draft] | None:
     """The draft of a layer's file, or the drafts of a folder's layers; None for others. Raises LoadError."""
     config = (place if place.is_dir() else place.parent) / FILES[0]
-    if not (place.is_dir() or _LAYER.fullmatch(place.name)) or not config.is_file():
+    layers = numbered(place, _LAYER)
+    if not (layers or place.is_dir()) or not config.is_file():
         return None
     cfg = read_json(config)
     if cfg.get("model_type") != "topk_sae":
         return None
     only(config, cfg, {"hook_point": "resid_post"})
-    layers = sorted(path for path in place.iterdir() if _LAYER.fullmatch(path.name)) if place.is_dir() else [place]
     if not layers:
         raise wrong(place, "layer*.sae.pt", "0 files and none chosen", "one for each layer")
-    drafts = [_one(file, config, cfg) for file in layers]
-    return drafts if len(drafts) > 1 else drafts[0]
+    return [_one(layer, file, config, cfg) for layer, file in layers]
 
 
-def _one(file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
-    match = _LAYER.fullmatch(file.name)
-    assert match is not None
-    site, width = f"resid_post.{int(match[1])}", Axis("d_model", whole_number(config, cfg, "d_model"))
+def _one(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+    site = f"resid_post.{layer}"
     return Draft(
         open_arrays(file),
         {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"},
         "topk",
         transposed={"w_dec"},
         configs=(config,),
-        sizes=(Axis("d_sae", whole_number(config, cfg, "d_sae")), width, width),
+        sizes=sizes.named(config, cfg, "d_sae", "d_model"),
         k=whole_number(config, cfg, "k"),
         sites=(site, site),
         model=text(config, cfg, "base_model"),

@@ -130,9 +130,7 @@ def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if "metadata" not in cfg:
         cfg = _modern(file, cfg)
         return cfg, cfg
-    if not isinstance(cfg["metadata"], dict):
-        raise wrong(file, "metadata", repr(cfg["metadata"]), "a JSON object")
-    return cfg, cfg["metadata"]
+    return cfg, section(file, cfg, "metadata")
 
 
 def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from saesteer.dictionaries.vectors import Function, Vector, VectorSet, vector_set
 from saesteer.errors import LoadError
-from saesteer.loaders.arrays import Arrays, members, open_arrays
+from saesteer.loaders.arrays import Arrays, members, npy_header, open_arrays
 from saesteer.loaders.files import fetch, readable, wrong
 from saesteer.loaders.vectors import gguf
 
@@ -39,9 +39,6 @@ Array = NDArray[np.float32]
 Rows = dict[int | None, Vector]  # by layer; None: for any site
 
 _LAYER = re.compile(r"(?:(?:layers?|direction)[._])?(0|[1-9]\d{0,3})")
-# Version 3 is for names of fields, which arrays of numbers do not have.
-_FORMAT: Any = np.lib.format  # without types
-_HEADERS = {(1, 0): _FORMAT.read_array_header_1_0, (2, 0): _FORMAT.read_array_header_2_0}
 _ONLY = "the array's own name"  # for the one array of a file without names
 
 
@@ -140,10 +137,7 @@ def _values(arrays: Arrays, key: str) -> Array:
 def _npy(path: Path) -> dict[str, Array]:
     """From the file's bytes, read once: a header whose shape exceeds them is refused before memory is allocated."""
     stream = BytesIO(path.read_bytes())
-    version = _FORMAT.read_magic(stream)
-    if version not in _HEADERS:
-        raise wrong(path, "the header", f"version {version[0]}.{version[1]}", "version 1.0 or 2.0")
-    shape, by_columns, dtype = _HEADERS[version](stream)
+    shape, by_columns, dtype = npy_header(path, "the header", stream)
     count = math.prod(shape)
     if dtype.kind != "f" or dtype.itemsize > 8 or count == 0:
         raise wrong(path, _ONLY, f"{dtype} {list(shape)}", "floats of 16, 32 or 64 bits")

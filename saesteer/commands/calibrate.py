@@ -15,6 +15,7 @@ from torch import Tensor
 from saesteer.commands.features import open_model
 from saesteer.commands.reads import Text, asked_of, read_text, reads, windows_of
 from saesteer.commands.windows import need_tokens
+from saesteer.commands.written import say
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.errors import ConfigError
@@ -58,27 +59,21 @@ def run(
     with ExitStack() as aside:
         for path in paths.values():
             aside.enter_context(max_act.set_aside(path))
-        return _measure_all(console, model, config, paths, text, max_tokens)
-
-
-def _measure_all(
-    console: Console, model: str, config: SaesteerConfig, paths: dict[str, Path], text: str, max_tokens: int
-) -> dict[str, Measured]:
-    drafts = {key: alone(path) for key, path in paths.items()}
-    oracle, names = open_model(model, config)
-    asked = asked_of(oracle, names)
-    windows = windows_of(oracle, text, max_tokens)
-    need_tokens("the text", windows, [one.info for one in asked.values()])
-    found = {key: Measured(torch.zeros(one.info.features)) for key, one in asked.items()}
-    with reads("hf", model, oracle, asked, [Text(ids) for ids in windows]) as told:
-        for seen in track(told, "Reading", len(windows), console=console, transient=True):
-            for key, active in seen.items():
-                found[key].add(active)
-    for name, measured in found.items():
-        site = asked[name].info.site_in
-        place = max_act.write(paths[name], drafts[name], measured.max_act, tokens=measured.tokens, site=site)
-        console.print(_told(name, measured), f"saved in {place}", soft_wrap=True, highlight=False, markup=False)
-    return found
+        drafts = {key: alone(path) for key, path in paths.items()}
+        oracle, names = open_model(model, config)
+        asked = asked_of(oracle, names)
+        windows = windows_of(oracle, text, max_tokens)
+        need_tokens("the text", windows, [one.info for one in asked.values()])
+        found = {key: Measured(torch.zeros(one.info.features)) for key, one in asked.items()}
+        with reads("hf", model, oracle, asked, [Text(ids) for ids in windows]) as told:
+            for seen in track(told, "Reading", len(windows), console=console, transient=True):
+                for key, active in seen.items():
+                    found[key].add(active)
+        for name, measured in found.items():
+            site = asked[name].info.site_in
+            place = max_act.write(paths[name], drafts[name], measured.max_act, tokens=measured.tokens, site=site)
+            say(console, f"{_told(name, measured)} saved in {place}")
+        return found
 
 
 def _told(name: str, found: Measured) -> str:

@@ -1,8 +1,8 @@
 """A picture of doses and responses as SVG: a panel for each feature, a line for each arm. Knows no model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
 _WIDE, _HIGH = 300, 190  # of a panel, in pixels
 _LEFT, _TOP, _RIGHT, _BOTTOM = 44, 26, 8, 30
@@ -10,8 +10,7 @@ _ACROSS = 3  # panels in a row
 _COLOURS = ("#1c4ea0", "#c0392b", "#888888", "#2e8b57", "#b8860b")
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """One feature: for each arm its points, from the smallest dose to the largest."""
 
     title: str
@@ -24,9 +23,8 @@ def chart(panels: Sequence[Panel]) -> str:
     rows = -(-len(panels) // _ACROSS)
     wide, high = _WIDE * min(_ACROSS, len(panels)), _HIGH * rows + 24
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}"'
-    return "".join(
-        [head, ' font-family="sans-serif" font-size="10">\n', *_legend(panels), *_panels(panels), "</svg>\n"]
-    )
+    style = ' font-family="sans-serif" font-size="10">\n'
+    return "".join([head, style, *_legend(panels), *_panels(panels), "</svg>\n"])
 
 
 def _legend(panels: Sequence[Panel]) -> Iterator[str]:

@@ -31,22 +31,22 @@ def _flag(name: str) -> Any:
 Dictionaries = Annotated[list[str] | None, _flag("dictionaries")]
 Settings = Annotated[
     str | None,
-    typer.Option("--saesteer-config", metavar="FILE", help="A YAML file with all these settings; flags override it."),
+    typer.Option(metavar="FILE", help="A YAML file with all these settings; flags override it."),
 ]
 Place = Annotated[str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="How many tokens of the text to read.")]
-Model = Annotated[str, typer.Option("--model", help="A folder, a hub id, or `demo` for the embedded one.")]
-Positive = Annotated[Path, typer.Option("--positive", metavar="FILE", help="Texts that show it, one on each line.")]
-Negative = Annotated[Path, typer.Option("--negative", metavar="FILE", help="Texts that do not, one on each line.")]
+MaxTokens = Annotated[int, typer.Option(help="How many tokens of the text to read.")]
+Model = Annotated[str, typer.Option(help="A folder, a hub id, or `demo` for the embedded one.")]
+Positive = Annotated[Path, typer.Option(metavar="FILE", help="Texts that show it, one on each line.")]
+Negative = Annotated[Path, typer.Option(metavar="FILE", help="Texts that do not, one on each line.")]
 Contrasted = Annotated[
     list[str],
-    typer.Option("--site", metavar="SITE,...", help="Where to look for it; resid_post.all is every layer. Repeatable."),
+    typer.Option(metavar="SITE,...", help="Where to look for it; resid_post.all is every layer. Repeatable."),
 ]
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="The .safetensors file to write.")]
+Out = Annotated[Path, typer.Option(metavar="FILE", help="The .safetensors file to write.")]
 Last = Annotated[bool, typer.Option("--last", help="Read each text's last token, not the mean over its tokens.")]
 Runs = Annotated[
     str | None,
-    typer.Option("--backend", metavar="vllm|hf", help="What runs the model; default: vLLM if it is installed."),
+    typer.Option(metavar="vllm|hf", help="What runs the model; default: vLLM if it is installed."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's output.")]
 
@@ -100,7 +100,6 @@ def serve(
     saesteer_admin_key: Annotated[
         str | None,
         typer.Option(
-            "--saesteer-admin-key",
             envvar=ADMIN_KEY,
             show_envvar=True,
             help="Key that the admin routes require as Authorization: Bearer KEY; without it they are off.",
@@ -122,7 +121,7 @@ def inspect(
     place: Place,
     measure: Annotated[bool, typer.Option("--measure", help="Also measure L0 and FVU on a model and a text.")] = False,
     model: Model = "demo",
-    text_file: Annotated[Path | None, typer.Option("--text-file", help="Text for --measure, in UTF-8.")] = None,
+    text_file: Annotated[Path | None, typer.Option(help="Text for --measure, in UTF-8.")] = None,
     max_tokens: MaxTokens = 10_000,
 ) -> None:
     """Describe a weight file: format, site, shapes, activation, units. Reads no weights, except to measure."""
@@ -139,9 +138,7 @@ def inspect(
 def convert(
     place: Place,
     target: Annotated[Path, typer.Argument(metavar="FILE", help="A new .safetensors file.")],
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Store the matrices in this dtype; default: as they are.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Store the matrices in this dtype; default: as they are.")] = None,
 ) -> None:
     """Write a dictionary as saesteer's own file, whose rows are read fastest."""
     from saesteer.commands.convert import run
@@ -151,10 +148,10 @@ def convert(
 
 @app.command()
 def features(
-    text: Annotated[str, typer.Option("--text", help="Text that the model reads.")],
+    text: Annotated[str, typer.Option(help="Text that the model reads.")],
     dictionary: Dictionaries = None,
     model: Model = "demo",
-    top_k: Annotated[int, typer.Option("--top-k", min=1, max=64, help="Features for each token.")] = 5,
+    top_k: Annotated[int, typer.Option(min=1, max=64, help="Features for each token.")] = 5,
     chat: Annotated[bool, typer.Option("--chat", help="Treat TEXT as a user's message in the chat template.")] = False,
     backend: Runs = None,
     verbose: Verbose = False,
@@ -168,7 +165,7 @@ def features(
 
 @app.command()
 def calibrate(
-    text_file: Annotated[Path, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")],
+    text_file: Annotated[Path, typer.Option(help="Text that the model reads, in UTF-8.")],
     dictionary: Dictionaries = None,
     model: Model = "demo",
     max_tokens: MaxTokens = 100_000,
@@ -181,10 +178,10 @@ def calibrate(
 
 @app.command()
 def label(
-    text_file: Annotated[Path | None, typer.Option("--text-file", help="Text that the model reads, in UTF-8.")] = None,
+    text_file: Annotated[Path | None, typer.Option(help="Text that the model reads, in UTF-8.")] = None,
     from_neuronpedia: Annotated[
         Path | None,
-        typer.Option("--from-neuronpedia", metavar="FOLDER", help="Export of a source, in place of a text."),
+        typer.Option(metavar="FOLDER", help="Export of a source, in place of a text."),
     ] = None,
     features: Annotated[
         list[int] | None,
@@ -218,19 +215,17 @@ def label(
 @app.command()
 def find(
     words: Annotated[str, typer.Argument(metavar="WORDS", help="What to look for in labels and examples.")] = "",
-    feature: Annotated[int | None, typer.Option("--feature", min=0, help="Describe this feature instead.")] = None,
+    feature: Annotated[int | None, typer.Option(min=0, help="Describe this feature instead.")] = None,
     positive: Annotated[
         Path | None,
-        typer.Option("--positive", help="A file with one text, not one per line, that has what is looked for."),
+        typer.Option(help="A file with one text, not one per line, that has what is looked for."),
     ] = None,
-    negative: Annotated[
-        Path | None, typer.Option("--negative", help="A file with one text that does not have it.")
-    ] = None,
+    negative: Annotated[Path | None, typer.Option(help="A file with one text that does not have it.")] = None,
     dictionary: Dictionaries = None,
     model: Model = "demo",
-    limit: Annotated[int, typer.Option("--limit", min=1, max=100, help="Features of each dictionary.")] = 5,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="Features of each dictionary.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each feature.")] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens of each text to read.")] = 10_000,
+    max_tokens: Annotated[int, typer.Option(help="How many tokens of each text to read.")] = 10_000,
     backend: Runs = None,
 ) -> None:
     """Find features by words in their labels and examples, or by what tells two texts apart. Needs no network."""
@@ -280,14 +275,14 @@ app.command("probe", help=_FIT)(_contrast("probe"))
 @app.command()
 def prove(
     feature: Annotated[
-        list[int] | None, typer.Option("--feature", min=0, help="Repeatable; default: the first 100 with examples.")
+        list[int] | None, typer.Option(min=0, help="Repeatable; default: the first 100 with examples.")
     ] = None,
     dictionary: Dictionaries = None,
     model: Model = "demo",
-    random: Annotated[int, typer.Option("--random", min=2, max=1000, help="Other features to compare with.")] = 20,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the other features, noise and bootstrap.")] = 0,
+    random: Annotated[int, typer.Option(min=2, max=1000, help="Other features to compare with.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the other features, noise and bootstrap.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write all as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the doses, as SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the doses, as SVG.")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Measure whether clamps of features do what their labels say, against controls. Needs no network and no judge."""
@@ -304,9 +299,7 @@ def doctor(
     dictionary: Dictionaries = None,
     feature: Annotated[
         int | None,
-        typer.Option(
-            "--feature", min=0, help="The feature to clamp; default: the strongest, and for `demo` the bridge."
-        ),
+        typer.Option(min=0, help="The feature to clamp; default: the strongest, and for `demo` the bridge."),
     ] = None,
     verbose: Verbose = False,
 ) -> None:

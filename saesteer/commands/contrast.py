@@ -6,9 +6,9 @@ written, which ``--vector NAME=FILE`` reads.
 
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from saesteer.commands.reading import read, tokenizer_of, tokens_of
 from saesteer.commands.separation import Direction, Rows, Separation
 from saesteer.commands.serve import check, layers_of, resolve
 from saesteer.commands.waiting import steps
-from saesteer.commands.written import check_folder
+from saesteer.commands.written import check_folder, say
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, expand_sites, parse
@@ -32,16 +32,7 @@ MAX_TOKENS = 4096  # of a text
 MAX_ROWS = 50_000  # texts times sites: of a model that is 4096 wide, 0.8 GB
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """The texts of one file, as token ids."""
-
-    file: Path
-    ids: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What was found at one site."""
 
     site: str
@@ -125,16 +116,16 @@ class _Work:
         self._config = replace(config, reads=tuple(self.sites))
         tokenizer = tokenizer_of(self._place)
         files = {"positive": positive, "negative": negative}
-        self._texts = [Texts(files[one], [*_tokens(tokenizer, files[one], lines[one])]) for one in files]
+        self._texts = [[*_tokens(tokenizer, files[one], lines[one])] for one in files]
 
     def find(self, fit: Callable[[Rows, Rows], Direction]) -> list[Found]:
         """Read the texts and fit a direction at each site to those that are not held out."""
-        prompts = [ids for texts in self._texts for ids in texts.ids]
+        prompts = [ids for texts in self._texts for ids in texts]
         with steps(self._console, hidden=self._verbose) as show:
             show(f"Reading {len(prompts)} texts")
             returns = {"activations": [_wanted(site, last=self._last) for site in self.sites]}
             answers = read(self._place, self._config, self._options, prompts, returns, verbose=self._verbose)
-        rows, border = rows_of(answers), len(self._texts[0].ids)
+        rows, border = rows_of(answers), len(self._texts[0])
         return [found_at(site, rows[site][:border], rows[site][border:], fit) for site in self.sites]
 
     def write(self, arrays: Mapping[str, Any], kind: str, sites: Sequence[str]) -> None:
@@ -152,8 +143,7 @@ class _Work:
         use = f"saesteer serve {self._model} --vector NAME={self._out}"
         if others := [site for site in sites if parse(site)[0] != "resid_post"]:
             use += f" {flag} {','.join(others)}"
-        for line in (f"{words} in {self._out}", f"Serve: {use}"):
-            self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        say(self._console, f"{words} in {self._out}\nServe: {use}")
 
 
 def _check_out(out: Path) -> None:
@@ -228,10 +218,9 @@ def _show(console: Console, found: Sequence[Found], *, accuracy: bool = False) -
         numbers += [f"{one.separation.accuracy:.1%}"] if accuracy else []
         table.add_row(one.site, *numbers, style="bold" if one is best else "")
     console.print(table)
-    console.print(
+    say(
+        console,
         "AUC: share of the pairs of texts in which the positive one scores higher. "
         "Cohen's d: (mean of the positive − mean of the negative scores) / their pooled standard deviation.",
-        highlight=False,
-        soft_wrap=True,
     )
     return best

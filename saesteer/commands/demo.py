@@ -22,6 +22,7 @@ from saesteer.commands.embedded import (
     ensure_model,
 )
 from saesteer.commands.waiting import steps
+from saesteer.commands.written import say
 from saesteer.plugin import job
 
 _SENTENCES = re.compile(r".*(?<!\d)[.!?][\"”')]?(?=\s|$)", re.DOTALL)
@@ -51,8 +52,7 @@ def run(console: Console, *, verbose: bool = False) -> None:
         asked = Text.assemble((f"{case['name']}\n", "bold yellow"), f"feature {case['feature']} × {case['value']:g}\n")
         table.add_row(asked.append(f"\n{case['question']}", "bold"), Text(plain), Text(clamped, style="yellow"))
     console.print(table)
-    # soft_wrap: users copy these commands.
-    console.print(next_steps(), soft_wrap=True, highlight=False, markup=False)
+    say(console, next_steps())
 
 
 def batch_of(cases: list[Any]) -> job.Batch:

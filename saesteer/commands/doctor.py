@@ -8,8 +8,8 @@ what is asked of dictionaries.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -36,8 +36,7 @@ ROUNDS = 2  # of the conversation with a cache: the faster one counts
 ENDED = ("[non_finite]", "[collapsed]")  # how errors of fail_fast end
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """One line of the table."""
 
     name: str
@@ -45,8 +44,7 @@ class Check:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Distances:
+class Distances(NamedTuple):
     """Mean absolute difference of the tokens' logprobs between engine and Transformers, in nats."""
 
     plain: float  # neither is steered
@@ -80,18 +78,17 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
         spec = bridge() if own else _choose(oracle, next(iter(dictionaries)), feature)
         asked, chat = batches(spec), bool(getattr(oracle.tokenizer, "chat_template", None))
         show("2/6 Stock vLLM")
-        stock = run_engine(place, [*batches(None), FIRST], dictionaries=None, options=options, verbose=verbose)
+        ask = partial(run_engine, place, verbose=verbose)
+        stock = ask([*batches(None), FIRST], dictionaries=None, options=options)
         show("3/6 vLLM with saesteer")
         # Small models repeat a line when they are not let end; a broken one repeats a token or two, and nothing else.
         watched = {**options, "fail_fast": True, "fail_fast_after": TOKENS - 2, "disable_log_stats": False}
         whole = [*asked, FIRST, *conversation(spec, chat=chat)]
-        ours, found = _unless_ended(
-            lambda: run_engine(place, whole, dictionaries=dictionaries, options=watched, verbose=verbose)
-        )
+        ours, found = _unless_ended(partial(ask, whole, dictionaries=dictionaries, options=watched))
         eager = options.get("enforce_eager") is True
         show("4/6 Stock vLLM, eager")
-        plain = {**options, "enforce_eager": True}
-        last = stock[-1:] if eager else run_engine(place, [FIRST], dictionaries=None, options=plain, verbose=verbose)
+        slow = {**options, "enforce_eager": True}
+        last = stock[-1:] if eager else ask([FIRST], dictionaries=None, options=slow)
         show("5/6 What dictionaries read")
         found += dictionaries_fit(oracle, dictionaries, place, options)
         show("6/6 Comparing")
@@ -101,7 +98,10 @@ def run(console: Console, model: str, config: SaesteerConfig, feature: int | Non
         agreed, said = paths.verdict(three, allowed)
         found.append(Check("three paths agree", agreed, said))
         if ours:
-            found += compare(stock, ours[: len(asked)], _distances(oracle, ours[0], spec))
+            plain, steered = ours[0]
+            pairs = (plain, None), (steered, spec), (steered, None)
+            distances = Distances(*(_distance(oracle, *pair) for pair in pairs))
+            found += compare(stock, ours[: len(asked)], distances)
             found += turns(ours[len(asked) + 1 :], allowed)
     console.print(paths.table(PROMPTS, three, "eager" if eager else "compiled"))
     _show(console, spec, found)
@@ -125,17 +125,15 @@ FIRST = Batch(PROMPTS, max_tokens=1, fresh=True, top=TOP)
 def batches(spec: dict[str, Any] | None) -> list[Batch]:
     """What both engines generate; with None, the same batches without steering."""
 
-    def batch(prompts: Sequence[str], steer: Sequence[dict[str, Any] | None], *, fresh: bool = True) -> Batch:
-        return Batch(prompts, steer, max_tokens=TOKENS, ignore_eos=True, fresh=fresh)
-
+    batch = partial(Batch, max_tokens=TOKENS, ignore_eos=True)
     return [
-        batch(PROMPTS, [None, spec]),
-        batch(PROMPTS, [None, None]),
-        batch([LONG], [spec]),
-        batch([LONG], [None], fresh=False),
-        batch([LONG], [None], fresh=False),
+        batch(PROMPTS, [None, spec], fresh=True),
+        batch(PROMPTS, [None, None], fresh=True),
+        batch([LONG], [spec], fresh=True),
         batch([LONG], [None]),
-        batch([LONG], [spec], fresh=False),
+        batch([LONG], [None]),
+        batch([LONG], [None], fresh=True),
+        batch([LONG], [spec]),
     ]
 
 
@@ -282,9 +280,8 @@ def _options(oracle: Any) -> dict[str, Any]:
     import torch
 
     context = oracle.model.config.get_text_config().max_position_embeddings
-    return {"max_model_len": min(2048, context), "max_num_seqs": 16} | (
-        {} if torch.cuda.is_available() else {"enforce_eager": True}
-    )
+    eager = {} if torch.cuda.is_available() else {"enforce_eager": True}
+    return {"max_model_len": min(2048, context), "max_num_seqs": 16} | eager
 
 
 def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
@@ -295,17 +292,11 @@ def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]
         raise ConfigError(f"--feature {feature}: dictionary {dictionary!r} has no such feature")
     active = oracle.activations(PROMPTS[0], dictionary, layer=layer)[1:]  # position 0 is an outlier
     row = int(active.amax(dim=0).argmax())
-    strongest = row if info.feature_ids is None else info.feature_ids[row]
-    chosen = strongest if feature is None else feature
+    chosen = info.ids[row] if feature is None else feature
     known = info.knows_max_act(chosen)
     value, unit = (2.0, "max_act") if known else (2 * float(active.max()), "raw")
     where = {"dictionary": dictionary} if layer is None else {"dictionary": dictionary, "layer": layer}
     return {"edits": [{"op": "clamp", **where, "feature": chosen, "value": value, "unit": unit}]}
-
-
-def _distances(oracle: Any, answers: list[Completion], spec: dict[str, Any]) -> Distances:
-    plain, steered = answers
-    return Distances(_distance(oracle, plain, None), _distance(oracle, steered, spec), _distance(oracle, steered, None))
 
 
 def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> float:

@@ -14,15 +14,17 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
+from saesteer.commands.embedded import clamp
 from saesteer.commands.evidence import repetition
 from saesteer.commands.prove import Known, resolved
-from saesteer.commands.reading import tokenizer_of, tokens_of
+from saesteer.commands.reading import ask, questions, tokenizer_of
 from saesteer.commands.trials import PROMPTS
 from saesteer.commands.waiting import steps
+from saesteer.commands.written import say
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
@@ -31,7 +33,6 @@ from saesteer.labels.search import stems
 from saesteer.labels.store import Effect, Written
 from saesteer.labels.writing import keep
 from saesteer.plugin.job import Batch
-from saesteer.plugin.job import run as run_engine
 
 QUESTIONS = PROMPTS[:4]
 TOKENS, PENALTY = 24, 1.1  # of an answer; what repeats a token is worth
@@ -48,12 +49,6 @@ _WORD = re.compile(r"[^\W\d_]{3,}")
 def doses_of(info: CoderInfo) -> tuple[float, ...]:
     """The doses at which features of a dictionary are measured."""
     return DOSES if info.site_in == info.site_out else DOSES_INSIDE
-
-
-def clamp(dictionary: str, feature: int, dose: float) -> dict[str, Any]:
-    """The spec of a request that clamps a feature."""
-    edit = {"op": "clamp", "dictionary": dictionary, "feature": feature, "value": dose, "unit": "max_act"}
-    return {"edits": [edit]}
 
 
 def run(console: Console, model: str, config: SaesteerConfig, features: Collection[int], *, verbose: bool) -> Path:
@@ -79,24 +74,20 @@ def run(console: Console, model: str, config: SaesteerConfig, features: Collecti
     name, info = known.name, known.info
     if unknown := [one for one in features if info.row_of(one) is None]:
         raise ConfigError(f"--effects {unknown[0]}: dictionary {name!r} has no such feature")
-    ids = range(info.features) if info.feature_ids is None else info.feature_ids
-    others = {*Random(0).sample(ids, min(OTHERS, info.features))}.difference(features)
+    others = {*Random(0).sample(info.ids, min(OTHERS, info.features))}.difference(features)
     doses = doses_of(info)
     asked = [(-1, 0.0), *((one, doses[0]) for one in others), *((one, dose) for dose in doses for one in features)]
-    tokenizer = tokenizer_of(place)
-    prompts = [tokens_of(tokenizer, text, chat=bool(getattr(tokenizer, "chat_template", None))) for text in QUESTIONS]
+    prompts = questions(tokenizer_of(place), QUESTIONS)
     specs = [clamp(name, *one) if one[1] else None for one in asked for _ in prompts]
     batch = Batch(prompts * len(asked), specs, max_tokens=TOKENS, repetition_penalty=PENALTY)
-    once = {"enforce_eager": True, "max_model_len": TOKENS + max(map(len, prompts)), "max_num_seqs": RUNNING}
     with steps(console, hidden=verbose) as show:
         show(f"Asking the engine {len(specs):,} times")
-        dictionaries = config.to_json()["dictionaries"]
-        [made] = run_engine(place, [batch], dictionaries=dictionaries, options={**options, **once}, verbose=verbose)
+        [made] = ask(place, config, {**options, "max_num_seqs": RUNNING}, [batch], verbose=verbose)
     texts = iter([one.text for one in made])
     found = effects([Answers(*one, [next(texts) for _ in prompts]) for one in asked])
     file = place_of(info).file
     keep(file, [one for one in found if one.feature in features])
-    console.print(f"{name}: effects of {len(features):,} features; saved in {file}", soft_wrap=True, highlight=False)
+    say(console, f"{name}: effects of {len(features):,} features; saved in {file}")
     return file
 
 
@@ -136,10 +127,10 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
 
     found: dict[int, list[_At]] = {}
     usual, total = Counter[str](), 0
-    for one in sorted(asked, key=lambda one: (one.feature, one.dose)):
-        sound = [text for text in one.texts if is_sound(text)]
-        at = _At(one.dose, len(one.texts), len(sound), counted(sound))
-        found.setdefault(one.feature, []).append(at)
+    for answers in sorted(asked, key=lambda one: (one.feature, one.dose)):
+        sound = [text for text in answers.texts if is_sound(text)]
+        at = _At(answers.dose, len(answers.texts), len(sound), counted(sound))
+        found.setdefault(answers.feature, []).append(at)
         usual.update(at.words)
         total += at.sound
     writes: list[tuple[int, int, str, float]] = []  # minus the share, feature, stem, dose

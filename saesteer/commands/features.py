@@ -151,11 +151,8 @@ def _table(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Ta
     most = max((abs(value) for row in rows for _, value in row["top"]), default=0.0)
     for row in rows:
         strength = abs(row["top"][0][1]) / most if most else 0.0
-        word = Text(repr(words[row["position"]])[1:-1], style=f"on {_colour(strength)}")
+        # From black to a strong blue that white letters stand out from.
+        colour = f"rgb({int(20 * strength)},{int(70 * strength)},{int(160 * strength)})"
+        word = Text(repr(words[row["position"]])[1:-1], style=f"on {colour}")
         table.add_row(str(row["position"]), word, Text("   ".join(shown(*one) for one in row["top"])))
     return table
-
-
-def _colour(strength: float) -> str:
-    """A background from black to a strong blue that white letters stand out from."""
-    return f"rgb({int(20 * strength)},{int(70 * strength)},{int(160 * strength)})"

@@ -120,14 +120,14 @@ def run_contrast(
             for key, active in found.items():
                 sides[number >= len(texts)][key].add(active)
     for key, one in asked.items():
-        ids, rows = one.info.feature_ids, []
+        rows = []
         with opened(one.info) or nullcontext() as labels:
             for row, here, there in strongest(sides[0][key], sides[1][key], most):
-                number = row if ids is None else ids[row]
+                number = one.info.ids[row]
                 known = None if labels is None else labels.feature(number)
+                about = known or Feature(number, None, None, None, None, (), (), ())
                 means = {"positive": here, "negative": there}
-                row_found = _Found(known or _unknown(number), f"{here:.3g} - {there:.3g}", means)
-                rows.append(_with_max_act(row_found, one.info))
+                rows.append(_with_max_act(_Found(about, f"{here:.3g} - {there:.3g}", means), one.info))
         _print(console, key, "mean activations", rows, as_json=as_json, whole=False)
 
 
@@ -168,10 +168,6 @@ def _numbers(name: str, labels: Labels, feature: int) -> str:
     if feature >= count and labels.feature(count - 1) is not None:
         return f"dictionary {name!r} has features 0 to {count - 1}"
     return f"dictionary {name!r} has {count} features; this is none of those with labels"
-
-
-def _unknown(feature: int) -> Feature:
-    return Feature(feature, None, None, None, None, (), (), ())
 
 
 def _print(console: Console, name: str, head: str, rows: list[_Found], *, as_json: bool, whole: bool) -> None:

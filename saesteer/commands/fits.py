@@ -9,8 +9,8 @@ from dataclasses import fields
 from torch import Tensor
 
 from saesteer.commands.measure import Figures
+from saesteer.commands.windows import first_counted
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
-from saesteer.language.sites import canonical, reading_site
 
 # Of unlike kinds, so that their mean explains little, and long enough to tell a dictionary's site from others.
 TEXTS = (
@@ -39,8 +39,7 @@ _TIMES_OFF = 4  # the number of active features, of what the files say; texts di
 
 def sites_of(infos: Iterable[CoderInfo]) -> list[str]:
     """Where the engine must be read, canonical names."""
-    found = {reading_site(canonical(str(info.site_in))) for info in infos}
-    return sorted(found | {canonical(str(info.site_out)) for info in infos})
+    return sorted({site for info in infos for site in (info.read, info.written)})
 
 
 def figures(coder: SparseCoder, info: CoderInfo, captured: Iterable[Mapping[str, Tensor]]) -> Figures:
@@ -51,9 +50,9 @@ def figures(coder: SparseCoder, info: CoderInfo, captured: Iterable[Mapping[str,
         info: with the sites that it has here.
         captured: for each text, the tensors [tokens, d] at ``sites_of``, by site.
     """
-    found, skipped = Figures(), max(1, info.skip_first)
+    found, skipped = Figures(), first_counted(info)
     for streams in captured:
-        x, y = inputs(info, streams).float(), streams[canonical(str(info.site_out))].float()
+        x, y = inputs(info, streams).float(), streams[info.written].float()
         found.add(coder, x[skipped:], y[skipped:])
     return found
 

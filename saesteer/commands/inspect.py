@@ -152,16 +152,18 @@ def _site(info: CoderInfo, own: CoderInfo | None = None) -> str:
 
 
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
+    skip = f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
+    unsaid = info.site_in is None and info.site_out is None and info.kind == "SAE"
     unknown = "unknown" if unserved(info) or info.targets else "unknown: `saesteer calibrate` measures it"
     return [
         ("source", info.source),
         ("format", info.format),
-        ("kind", _kind(info)),
+        ("kind", "SAE, unless it is a transcoder of equal widths" if unsaid else info.kind),
         ("model", info.model or "not stated in the files"),
         ("address", ", ".join(f"{PREFIX}{one}" for one in info.addresses)),
         ("site", _site(info)),
         ("features", f"{info.features:,}{_ids(info)}"),
-        ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]{_skip(info)}"),
+        ("shapes", f"w_enc [{info.features}, {info.d_in}]  w_dec [{info.features}, {info.d_out}]{skip}"),
         ("activation", _activation(info)),
         ("input norm", info.in_norm if info.in_norm == "none" else f"{info.in_norm}, of each token"),
         ("unit", f"{info.feature_unit} feature values"),
@@ -173,15 +175,6 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("by rows", _by_rows(info)),
         ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),
     ]
-
-
-def _kind(info: CoderInfo) -> str:
-    unsaid = info.site_in is None and info.site_out is None and info.kind == "SAE"
-    return "SAE, unless it is a transcoder of equal widths" if unsaid else info.kind
-
-
-def _skip(info: CoderInfo) -> str:
-    return f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
 
 
 def _activation(info: CoderInfo) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from saesteer.commands.features import Backend, open_model
 from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
+from saesteer.commands.written import say
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
@@ -78,7 +79,7 @@ def run(
         about = About(whose, one.info.features, f"{tokens:,} tokens of {file.name}", one.info.model, tokens, site)
         writing.write(place, about, [text.text for text in texts], _entries(oracle, one, gathered[key], texts))
         seen = int((gathered[key].counts > 0).sum())
-        _say(console, f"{key}: {seen:,} of {one.info.features:,} features were active on {tokens:,} tokens", place)
+        _report(console, f"{key}: {seen:,} of {one.info.features:,} features were active on {tokens:,} tokens", place)
         saved.append(place)
     return saved
 
@@ -87,7 +88,7 @@ def _entries(oracle: Any, one: Asked, found: Gathered, texts: Sequence[Text]) ->
     spans = [text.spans for text in texts]
     for row, (likely, unlikely) in enumerate(_lenses(oracle, one)):
         yield Entry(
-            row if one.info.feature_ids is None else one.info.feature_ids[row],
+            one.info.ids[row],
             max_act=_short(float(found.max_act[row])),
             density=_short(found.density(row)),
             promotes=likely,
@@ -136,21 +137,21 @@ def run_import(console: Console, config: SaesteerConfig, folder: Path) -> Path:
     largest, known = torch.zeros(info.features), {one.feature for one in entries if one.max_act is not None}
     for one in entries:
         largest[info.row_of(one.feature)] = one.max_act or 0.0
-    gaps = _gaps(range(info.features) if info.feature_ids is None else info.feature_ids, known)
+    gaps = _gaps(info.ids, known)
     if bool(largest.any()):
         _keep_unit(info, draft, largest, None, None, gaps)
     place, whose, _ = place_of(info)  # Neuronpedia says no site
     about = About(whose, info.features, f"Neuronpedia, {export.address or folder.name}", info.model)
     writing.write(place, about, [], entries)
     labels = sum(one.label is not None for one in entries)
-    _say(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
+    _report(console, f"{name}: {len(entries):,} of {info.features:,} features, {labels:,} with a label", place)
     if bool(largest.any()) and gaps:
         unknown = info.features - len(known)
         note = f"{unknown:,} features have no maximum activation there: unit max_act is refused for them"
-        console.print(f"{name}: {note}", soft_wrap=True, highlight=False, markup=False)
+        say(console, f"{name}: {note}")
     if export.mismeasured:
         note = "its maximum activations are left out: Neuronpedia read them from another tensor"
-        console.print(f"{export.address}: {note}", soft_wrap=True, highlight=False, markup=False)
+        say(console, f"{export.address}: {note}")
     return place
 
 
@@ -187,6 +188,5 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _say(console: Console, text: str, place: Path) -> None:
-    size = place.stat().st_size / 1e6
-    console.print(f"{text}; saved in {place}, {size:.1f} MB", soft_wrap=True, highlight=False, markup=False)
+def _report(console: Console, text: str, place: Path) -> None:
+    say(console, f"{text}; saved in {place}, {place.stat().st_size / 1e6:.1f} MB")

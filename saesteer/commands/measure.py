@@ -29,7 +29,6 @@ from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical
 
 _NAME = "PLACE"
 
@@ -88,7 +87,7 @@ def run(console: Console, model: str, place: str, file: Path | None, *, max_toke
     refuse_across(assets.infos)
     folder, _, _ = resolve(model, config)
     check(folder, config)
-    written = sorted({canonical(str(info.site_out)) for info in assets.infos.values()})
+    written = sorted({info.written for info in assets.infos.values()})
     oracle = load_model(folder, config.dictionaries, written)
     found = measure(oracle, oracle.layers_of(_NAME), windows_of(oracle, text, max_tokens), console)
     table = Table("dictionary", "tokens", "L0", "published", "FVU", box=box.ROUNDED)
@@ -121,7 +120,7 @@ def measure(
     for window in track(windows, "Reading", console=console, transient=True):
         streams = oracle.streams(window)
         for layer, (coder, info) in coders.items():
-            x, y = inputs(info, streams), streams[canonical(str(info.site_out))]
+            x, y = inputs(info, streams), streams[info.written]
             for part in blocks(info, len(x)):
                 found[layer].add(coder, x[part], y[part])
     return found

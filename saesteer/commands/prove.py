@@ -6,10 +6,10 @@ Transformers model gives what the engine does not: the logit lens, and the logit
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
@@ -23,20 +23,18 @@ from saesteer.commands.features import refuse_across
 from saesteer.commands.find import plain
 from saesteer.commands.label import INSIDE
 from saesteer.commands.proofs import Numbers, Proof
-from saesteer.commands.reading import tokenizer_of, tokens_of
+from saesteer.commands.reading import ask, questions, tokenizer_of, tokens_of
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.trials import ARMS, CLAMP, DOSES, PROMPTS, SCORE, Key, Subject
 from saesteer.commands.waiting import steps
-from saesteer.commands.written import check_folder, write
+from saesteer.commands.written import check_folder, say, write
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
 from saesteer.labels import places
 from saesteer.labels.store import Labels
-from saesteer.language.sites import canonical
 from saesteer.loaders import load
 from saesteer.plugin.job import Batch, Completion
-from saesteer.plugin.job import run as run_engine
 
 TOKENS = 16  # of an answer
 RANDOM, FIRST = 20, 100  # features that are clamped for comparison; features that are proved if none is named
@@ -101,8 +99,7 @@ def run(
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
+class Known(NamedTuple):
     """A dictionary with its weights and labels."""
 
     name: str
@@ -138,31 +135,27 @@ class Known:
         """
         if (row := self.info.row_of(feature)) is None:
             raise ConfigError(f"--feature {feature}: dictionary {self.name!r} has no such feature")
-        found = self._subject(feature, row)
-        if found is None:
-            raise ConfigError(
-                f"--feature {feature}: no text activated it, so its labels have no example to compare with"
-            )
+        if (found := self._subject(row)) is None:
+            unknown = "no text activated it, so its labels have no example to compare with"
+            raise ConfigError(f"--feature {feature}: {unknown}")
         return found
 
     def subjects(self, seed: int | None = None, without: Collection[int] = ()) -> Iterator[Subject]:
         """All features that have examples, in order, or drawn with a seed."""
-        rows = (
-            range(self.info.features) if seed is None else np.random.default_rng(seed).permutation(self.info.features)
-        )
-        for row in map(int, rows):
-            feature = row if self.info.feature_ids is None else self.info.feature_ids[row]
-            if feature not in without and (found := self._subject(feature, row)) is not None:
+        count = self.info.features
+        for row in range(count) if seed is None else np.random.default_rng(seed).permutation(count).tolist():
+            if self.info.ids[row] not in without and (found := self._subject(row)) is not None:
                 yield found
 
-    def _subject(self, feature: int, row: int) -> Subject | None:
+    def _subject(self, row: int) -> Subject | None:
+        feature = self.info.ids[row]
         about, largest = self.labels.feature(feature), self.coder.max_act
         assert largest is not None
         if about is None or not about.examples or float(largest[row]) <= 0:
             return None
         e, d = (weights[row].float() for weights in (self.coder.w_enc, self.coder.w_dec))
         back = self.info.site_in == self.info.site_out and self.info.in_norm == "none"
-        site = canonical(str(self.info.site_out))
+        site = self.info.written
         factor = float(e @ d) if back else None
         return Subject(self.name, feature, float(largest[row]), d.numpy(), site, factor, self.info.in_norm)
 
@@ -198,20 +191,13 @@ def _answers(
     *,
     verbose: bool,
 ) -> dict[Key, Completion]:
-    chat = bool(getattr(tokenizer, "chat_template", None))
-    prompts = [tokens_of(tokenizer, text, chat=chat) for text in PROMPTS]
+    prompts = questions(tokenizer, PROMPTS)
     last = tokens_of(tokenizer, trials.SCORE_PROMPT)
     asked = []
     for batch in batches:
         texts = [last if key.arm == SCORE else prompts[key.prompt] for key, _ in batch]
         asked.append(Batch(texts, [spec for _, spec in batch], max_tokens=TOKENS))
-    once = {
-        "enforce_eager": True,  # a minute of compiling is more than most proofs take
-        "max_model_len": TOKENS + max(map(len, [last, *prompts])),
-        "max_num_seqs": _RUNNING,
-    }
-    dictionaries = config.to_json()["dictionaries"]
-    found = run_engine(place, asked, dictionaries=dictionaries, options={**options, **once}, verbose=verbose)
+    found = ask(place, config, {**options, "max_num_seqs": _RUNNING}, asked, verbose=verbose)
     pairs = zip(batches, found, strict=True)
     return {key: one for batch, made in pairs for (key, _), one in zip(batch, made, strict=True)}
 
@@ -228,11 +214,10 @@ def _show(console: Console, found: Sequence[Proof]) -> None:
         rest = [gap, collapse, f"{one.output_score:.3f}", "-" if one.factor is None else f"{one.factor:.2f}"]
         table.add_row(str(one.feature), plain(one.label or ""), *(f"{number:.2%}" for number in numbers), *rest)
     console.print(table)
-    console.print(
+    say(
+        console,
         "Probability of the tokens on which a feature is strongest: as it is; under clamps to 0.5 to 4 max_act; in "
         "the mean over these doses, under as large changes along −d and along noise, and under clamps of others.",
-        highlight=False,
-        soft_wrap=True,
     )
 
 

@@ -17,7 +17,7 @@ from saesteer.config.origins import trained_on
 from saesteer.consumers.shards import shards
 from saesteer.errors import SaesteerError
 from saesteer.models.tokens import chat_ids
-from saesteer.plugin.job import Batch, run
+from saesteer.plugin.job import Batch, Completion, run
 
 
 def tokenizer_of(place: str) -> Any:
@@ -34,6 +34,35 @@ def tokens_of(tokenizer: Any, text: str, *, chat: bool = False) -> list[int]:
         ConfigError: the tokenizer has no chat template.
     """
     return chat_ids(tokenizer, text, "leave out --chat") if chat else list(tokenizer(text).input_ids)
+
+
+def questions(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts as user messages; a model without a chat template continues them."""
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    return [tokens_of(tokenizer, text, chat=chat) for text in texts]
+
+
+def ask(
+    place: str, config: SaesteerConfig, options: Mapping[str, Any], batches: Sequence[Batch], *, verbose: bool = False
+) -> list[list[Completion]]:
+    """The answers of an engine whose context is as long as these batches of token ids need.
+
+    Args:
+        place: the folder or hub id of the model.
+        config: its dictionaries.
+        options: of vLLM.
+        batches: what is asked.
+        verbose: show vLLM's output.
+
+    Raises:
+        SaesteerError: the engine failed.
+    """
+    once = {
+        "enforce_eager": True,  # a minute of compiling is more than most answers take
+        "max_model_len": max(batch.max_tokens + len(prompt) for batch in batches for prompt in batch.prompts),
+    }
+    dictionaries = config.to_json()["dictionaries"]
+    return run(place, batches, dictionaries=dictionaries, options={**options, **once}, verbose=verbose)
 
 
 def read(
@@ -63,14 +92,12 @@ def read(
     models = {model for name, info in Assets.open(config).infos.items() for model in trained_on(name, info)}
     once = {
         "dictionaries_of": sorted(models),  # a read shows whether a dictionary belongs to the model
-        "enforce_eager": True,  # a minute of compiling is more than the passes take
-        "max_model_len": 1 + max(map(len, prompts)),
         "reads": list(config.reads),
         "max_read_mib": LIMITS["max_read_mib"][2],
     }
     batch = Batch(prompts, [{"return": dict(returns)}] * len(prompts), max_tokens=1)
-    dictionaries = replace(config, dictionaries=sources).to_json()["dictionaries"]
-    [answers] = run(place, [batch], dictionaries=dictionaries, options={**options, **once}, verbose=verbose)
+    whole = replace(config, dictionaries=sources)
+    [answers] = ask(place, whole, {**options, **once}, [batch], verbose=verbose)
     return [one.saesteer for one in answers]
 
 
@@ -91,13 +118,11 @@ def captured(
     """
     with TemporaryDirectory(prefix="saesteer-") as folder:
         once = {
-            "enforce_eager": True,
             "enable_prefix_caching": False,  # what is cached is not computed, and so not captured
-            "max_model_len": 1 + max(map(len, prompts)),
             "capture": list(sites),
             "capture_folder": folder,
         }
-        run(place, [Batch(prompts, max_tokens=1)], dictionaries={}, options={**options, **once})
+        ask(place, SaesteerConfig(), {**options, **once}, [Batch(prompts, max_tokens=1)])
         yield tensors_of(Path(folder), sites, prompts)
 
 

@@ -5,9 +5,8 @@ Whoever measures features over a text goes through ``reads``, and does not know 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,14 +17,12 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, inputs
 from saesteer.errors import ConfigError
 from saesteer.labels.gather import Active
-from saesteer.language.sites import canonical, reading_site
 
 MAX_TOKENS = 10_000_000
 CHARACTERS = 16  # read from the file for each wanted token; more than a token has
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A part of a text file that the model reads as a text of its own."""
 
     ids: list[int]
@@ -33,8 +30,7 @@ class Text:
     spans: Sequence[tuple[int, int]] = ()  # first character of each token in `text`, and the one after its last
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A dictionary in the model that was opened."""
 
     name: str
@@ -123,7 +119,7 @@ def reads(
         return
     from saesteer.commands.reading import captured
 
-    sites = sorted({reading_site(canonical(str(one.info.site_in))) for one in dictionaries.values()})
+    sites = sorted({one.info.read for one in dictionaries.values()})
     place, _, options = resolve(model, SaesteerConfig())
     with captured(place, sites, options, [text.ids for text in texts]) as found:
         yield map(active, found)

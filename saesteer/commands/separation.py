@@ -1,7 +1,7 @@
 """Directions that separate two sets of rows, and how well they do on rows held out. Knows no model, text or file."""
 
 import importlib.util
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ _SEED = 0
 Rows = NDArray[np.float64]  # [n, d]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Direction:
+class Direction(NamedTuple):
     """What a file will hold: a row's score is ``x · vector + bias``."""
 
     vector: NDArray[np.float32]  # [d]
@@ -28,8 +27,7 @@ class Direction:
         return found
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Separation:
+class Separation(NamedTuple):
     """How far the scores of two sets of rows lie apart; the better one is the larger."""
 
     auc: float  # share of the pairs whose positive row has the higher score; a tie counts half

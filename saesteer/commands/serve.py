@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -25,7 +26,7 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.consumers.known import Consumers
-from saesteer.errors import ConfigError
+from saesteer.errors import ConfigError, reason
 from saesteer.models.families import other_widths
 
 # How alike a typo is: every flag of vLLM is less like any of ours (--model and --module: 0.8).
@@ -64,7 +65,7 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Asse
     """
     assets = Assets.open(config)
     elsewhere = "://" in model or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in _MODELSCOPE
-    if elsewhere or any(_value(flags, flag) is not None for flag in _OWN_CONFIG):
+    if elsewhere or any(_parsed(flags, flag)[0] is not None for flag in _OWN_CONFIG):
         return assets
     shape = _text_config(model, flags)
     assets.catalog(
@@ -75,8 +76,7 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Asse
 
 def layers_of(model: str) -> int:
     """How many decoder layers a checked model has."""
-    found: int = _text_config(model, ()).num_hidden_layers
-    return found
+    return int(_text_config(model, ()).num_hidden_layers)
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
@@ -112,15 +112,15 @@ def serve(
     need_vllm()
     refuse_typos(flags)
     key = settings.admin_key() if admin_key is None else settings.checked_key(admin_key, "--saesteer-admin-key")
-    if key and key in (_values(flags, "--api-key") or [os.environ.get("VLLM_API_KEY", "")]):
+    api_keys = _parsed(flags, "--api-key", "*")[0] or [os.environ.get("VLLM_API_KEY", "")]
+    if key and key in api_keys:
         raise ConfigError("--saesteer-admin-key equals a key of --api-key or VLLM_API_KEY, expected a different key")
     place, config, options = resolve(model, config)
     if place != model:
         # Whoever tries the demo has no key, so only this machine reaches it unless --host says otherwise.
         options |= {"served_model_name": model, "host": "127.0.0.1"}
         config = replace(config, playground=config.playground is not False)
-    named = _names_in(_value(flags, "--config"))
-    extra = [*flags, *_missing(flags, {flag: one for flag, one in _as_flags(options).items() if flag[2:] not in named})]
+    extra = [*flags, *_missing(flags, options)]
     check(place, config, extra).refuse_others(place)
     Consumers.open(config.consumers, config.capture_folder).close()  # what is wrong with them is said now, too
     words = ["-P", "-m", "saesteer.plugin.vllm_cli", "serve", place, *_with_config(extra, config)]
@@ -129,8 +129,7 @@ def serve(
     if verbose or not terminal or any(name.startswith(_OF_LOGS) for name in variables):
         sys.stdout.flush()
         os.execve(sys.executable, command, variables)
-    with_key = bool(_values(flags, "--api-key") or variables.get("VLLM_API_KEY"))
-    sys.exit(attended.run(Console(), command, variables, partial(_usage, model, place, with_key=with_key)))
+    sys.exit(attended.run(Console(), command, variables, partial(_usage, model, place, with_key=any(api_keys))))
 
 
 def _usage(model: str, place: str, told: Mapping[str, str], *, with_key: bool) -> dict[str, str]:
@@ -174,16 +173,15 @@ def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[
     return found
 
 
-def _as_flags(options: Mapping[str, Any]) -> dict[str, str | None]:
-    return {f"--{name.replace('_', '-')}": None if value is True else str(value) for name, value in options.items()}
-
-
-def _missing(flags: Sequence[str], defaults: Mapping[str, str | None]) -> list[str]:
-    """The defaults that the flags do not set, as words."""
+def _missing(flags: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """The options, as words, that neither the flags nor a file of vLLM's arguments set."""
+    given = {word.partition("=")[0].replace("_", "-") for word in flags}
+    in_file = _names_in(_parsed(flags, "--config")[0])
     words: list[str] = []
-    for flag, value in defaults.items():
-        if not any(_is(word, flag) or _is(word, flag.replace("--", "--no-", 1)) for word in flags):
-            words += [flag] if value is None else [flag, value]
+    for option, value in options.items():
+        name = option.replace("_", "-")
+        if name not in in_file and given.isdisjoint((f"--{name}", f"--no-{name}")):
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words
 
 
@@ -194,20 +192,19 @@ def _with_config(flags: Sequence[str], config: SaesteerConfig) -> list[str]:
         raise ConfigError(
             f"{flag}.NAME cannot be combined with saesteer's own part; give it as one JSON object: {flag} '{{...}}'"
         )
-    if flag[2:] in _names_in(file := _value(flags, "--config")):
+    if flag[2:] in _names_in(file := _parsed(flags, "--config")[0]):
         raise ConfigError(f"--config {file} has {flag[2:]}, which saesteer's own part would replace; give it as {flag}")
-    merged = _json_object(flag, _value(flags, flag))
+    text, others = _parsed(flags, flag)
+    try:
+        merged = json.loads(text or "{}")
+    except ValueError:
+        merged = None
+    if not isinstance(merged, dict):
+        raise ConfigError(f"{flag} is {text!r}, expected a JSON object")
     if KEY in merged:
         raise ConfigError(f"{flag} already has {KEY!r}; use --dictionary, --vector, --sites ..., or run vllm serve")
     merged[KEY] = config.to_json()
-    kept: list[str] = []
-    words = iter(flags)
-    for word in words:
-        if not _is(word, flag):
-            kept.append(word)
-        elif "=" not in word:
-            next(words, None)
-    return [*kept, flag, json.dumps(merged)]
+    return [*others, flag, json.dumps(merged)]
 
 
 def _names_in(file: str | None) -> set[str]:
@@ -219,38 +216,16 @@ def _names_in(file: str | None) -> set[str]:
     return {str(name).replace("_", "-") for name in found} if isinstance(found, dict) else set()
 
 
-def _json_object(flag: str, text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{flag} is {text!r}, expected a JSON object")
-    return found
+def _parsed(flags: Sequence[str], flag: str, nargs: str = "?") -> tuple[Any, list[str]]:
+    """The last value of a flag, "" where it has none and None if it is absent, and the other words.
 
-
-def _is(word: str, flag: str) -> bool:
-    """vLLM takes --a-b, --a_b and --a-b=value."""
-    return word.partition("=")[0].replace("_", "-") == flag
-
-
-def _value(flags: Sequence[str], flag: str) -> str | None:
-    """The last value of a flag; "" for a flag without a value; None if it is absent."""
-    named = any(_is(word, flag) for word in flags)
-    return (_values(flags, flag) or [""])[-1] if named else None
-
-
-def _values(flags: Sequence[str], flag: str) -> list[str]:
-    """All values of a flag that takes several, up to the next flag."""
-    found: list[str] = []
-    mine = False
-    for word in flags:
-        if word.startswith("-"):
-            mine = _is(word, flag)
-            found += [word.partition("=")[2]] if mine and "=" in word else []
-        elif mine:
-            found.append(word)
-    return found
+    vLLM takes --a-b, --a_b and --a-b=value.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    spelled = flag, "--" + flag[2:].replace("-", "_")
+    parser.add_argument(*spelled, nargs=nargs, const=None if nargs == "*" else "", dest="value")
+    found, others = parser.parse_known_args(flags)
+    return found.value, others
 
 
 def _text_config(model: str, flags: Sequence[str]) -> Any:
@@ -259,12 +234,11 @@ def _text_config(model: str, flags: Sequence[str]) -> Any:
     exists = Path(model).exists()
     if not exists and (model.count("/") > 1 or model.startswith((".", "~", "/"))):
         raise ConfigError(f"model {model!r}: no such folder; expected one, or a hub id such as org/name")
-    revision = _value(flags, "--revision")
-    trust = _value(flags, "--trust-remote-code") is not None
+    revision, _ = _parsed(flags, "--revision")
+    trust = _parsed(flags, "--trust-remote-code")[0] is not None
     try:
         config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust)
     except (OSError, ValueError, ImportError) as exc:
-        reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
         found = "the folder's config cannot be read" if exists else "neither a folder nor a hub id that answers"
-        raise ConfigError(f"model {model!r}: {found} ({reason})") from exc
+        raise ConfigError(f"model {model!r}: {found} ({reason(exc)})") from exc
     return config.get_text_config()

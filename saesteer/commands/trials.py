@@ -7,7 +7,6 @@ input norm the clamp adds that times |x| / sqrt(width), or the standard deviatio
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +35,7 @@ _LAST = {"positions": [[-1, None]]}  # the last token of a prompt
 _HIDDEN = {"hidden": {"scope": {"generated": True}}}  # from which all tokens of an answer but the first are sampled
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Subject:
+class Subject(NamedTuple):
     """A feature that is clamped, and what its controls need to know of it."""
 
     dictionary: str
@@ -74,11 +72,12 @@ def plain(prompts: int) -> Trials:
 
 def clamps(subject: Subject, prompts: int, *, read_back: bool = True) -> Trials:
     """A clamp at each dose, for each prompt; the answer tells what the encoder reads after it, if that is wanted."""
-    back = read_back and subject.factor is not None
+    after = {"dictionary": subject.dictionary, "features": [subject.feature], "at": "after"}
+    back = {"features": [after]} if read_back and subject.factor is not None else {}
     for dose in DOSES:
         for prompt in range(prompts):
-            reads = _HIDDEN | ({"features": [_after(subject)]} if back else {})
-            yield Key(CLAMP, prompt, dose, subject.feature), {"edits": [_clamp(subject, dose)], "return": reads}
+            spec = {"edits": [_clamp(subject, dose)], "return": _HIDDEN | back}
+            yield Key(CLAMP, prompt, dose, subject.feature), spec
 
 
 def controls(subject: Subject, prompts: int, seed: int) -> Trials:
@@ -110,10 +109,6 @@ def _add(subject: Subject, dose: float, row: NDArray[Any]) -> dict[str, Any]:
         unit, norm = float(np.linalg.norm(subject.row)) / math.sqrt(freedom), "match"
     strength = {**subject.named, "slope": -unit, "bias": unit * dose * subject.max_act}
     return {"op": "add", "vector": vector, "site": subject.site, "scale": strength, "norm": norm}
-
-
-def _after(subject: Subject) -> dict[str, Any]:
-    return {"dictionary": subject.dictionary, "features": [subject.feature], "at": "after"}
 
 
 def read_back(answer: Mapping[str, Any]) -> list[float]:

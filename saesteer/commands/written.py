@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+from rich.console import Console
+
 from saesteer.errors import ConfigError
+
+
+def say(console: Console, text: str) -> None:
+    """Print a text as it is, in one line however long: users copy what is in it."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def check_folder(flag: str, file: Path | None) -> None:

@@ -70,9 +70,7 @@ class Filesystem(Consumer):
 
     def take(self, request: Request, rows: Rows) -> None:
         """Append rows; what is full is published."""
-        series = self._captured
-        if not request.captured:
-            series = self._of(request)
+        series = self._captured if request.captured else self._of(request)
         for part in self._parts(series, rows):
             if series.failed is not None:
                 series.failed.rows += len(part)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition, Thread
 from typing import Any
 
@@ -175,6 +176,7 @@ class Runner:
 
     def _serve(self, ticket: Ticket, what: Rows | str) -> None:
         request = ticket.request
+        drop = partial(self._guarded, "drop", partial(self.consumer.drop, request))
         lost = ticket.failed is not None or (ticket.dropped and not request.captured)
         if isinstance(what, Rows):
             if ticket.failed is not None:
@@ -183,14 +185,14 @@ class Runner:
                 self._try(ticket, lambda: self.consumer.take(request, what))
                 self._count("rows", self.name, len(what) if ticket.failed is None else 0)
         elif what == "drop" or lost:
-            self._guarded("drop", lambda: self.consumer.drop(request))
+            drop()
             if what == "end":
                 self._tell(ticket, {"dropped": ticket.dropped})
         else:
             found = self._try(ticket, lambda: _json(self.consumer.end(request)))
             self._tell(ticket, found)
             if ticket.failed is not None:
-                self._guarded("drop", lambda: self.consumer.drop(request))
+                drop()
 
     def _try(self, ticket: Ticket, call: Callable[[], Any]) -> Any:
         try:
@@ -198,7 +200,7 @@ class Runner:
         except BaseException as exc:  # noqa: BLE001  # sys.exit would end the thread, and all later requests with it
             ticket.failed = exc
             self._note(exc)
-            about = self.name, show(ticket.request.id), _kind(exc), _words(exc)
+            about = self.name, show(ticket.request.id), type(exc).__name__, _words(exc)
             logger.error("consumer %s failed for request %s: %s: %s", *about)
             return None
 
@@ -206,7 +208,7 @@ class Runner:
         if ticket.failed is None:
             ticket.result.set_result(found)
         else:
-            about = f"{_kind(ticket.failed)}: {_words(ticket.failed)}"[:500]
+            about = f"{type(ticket.failed).__name__}: {_words(ticket.failed)}"[:500]
             failed = DiskError if isinstance(ticket.failed, DiskError) else ConsumerError
             ticket.result.set_exception(failed(f"consumer {self.name!r} failed for this request ({about})"))
 
@@ -221,10 +223,6 @@ class Runner:
         except BaseException as exc:  # as above
             self._note(exc)
             logger.exception("consumer %s failed in %s", self.name, what)
-
-
-def _kind(exc: BaseException) -> str:
-    return type(exc).__name__
 
 
 def _words(exc: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The strongest features of tokens, in the order that reads have them. Knows no model and no request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,8 +9,7 @@ from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
-class ActiveFeature:
+class ActiveFeature(NamedTuple):
     """One feature on one token."""
 
     position: int
@@ -35,12 +34,11 @@ def strongest(info: CoderInfo, f: Tensor, words: Sequence[str], top_k: int) -> l
     """
     if top_k < 0:
         raise ConfigError(f"top_k: got {top_k}, expected 0 or more")
-    named = info.feature_ids or range(info.features)
     found = []
     for position, (word, values) in enumerate(zip(words, f, strict=True)):
         rows = values.nonzero()[:, 0]
         key = values[rows].abs() if info.activation == "abstopk" else values[rows]
         rows = rows[key.argsort(descending=True, stable=True)[:top_k]]
         pairs = zip(rows.tolist(), values[rows].tolist(), strict=True)
-        found.append([ActiveFeature(position, word, named[row], value) for row, value in pairs])
+        found.append([ActiveFeature(position, word, info.ids[row], value) for row, value in pairs])
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -125,6 +125,16 @@ class CoderInfo:
         return () if self.site_out is None else onward(self.site_out, self.targets)
 
     @property
+    def read(self) -> str:
+        """The site whose op has what it reads, where its files or the operator name one."""
+        return reading_site(canonical(str(self.site_in)))
+
+    @property
+    def written(self) -> str:
+        """The one name of the first site that it writes, where its files or the operator name one."""
+        return canonical(str(self.site_out))
+
+    @property
     def reads_pregain(self) -> bool:
         """Whether it reads mlp_in_pregain, for which the op of resid_mid normalises the stream."""
         return self.site_in is not None and is_pregain(self.site_in)
@@ -134,6 +144,11 @@ class CoderInfo:
         rows = self.features * ((self.d_in + self.d_out) * size + 4)
         thresholds, max_act = self.activation == "jumprelu", self.has_max_act
         return rows + 4 * (self.features * (thresholds + max_act) + self.d_out)
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The feature of the original dictionary in each row."""
+        return range(self.features) if self.feature_ids is None else self.feature_ids
 
     def row_of(self, feature: int) -> int | None:
         """The row of ``w_enc`` and ``w_dec`` that holds this feature of the original dictionary, or None."""
@@ -145,10 +160,7 @@ class CoderInfo:
     def to_json(self) -> dict[str, object]:
         """A JSON object with every field."""
         document = {field.name: getattr(self, field.name) for field in fields(self)}
-        document["feature_ids"] = None if self.feature_ids is None else list(self.feature_ids)
-        document["addresses"] = list(self.addresses)
-        document["max_act_gaps"] = list(self.max_act_gaps)
-        return document
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in document.items()}
 
     @classmethod
     def from_json(cls, document: object) -> CoderInfo:
@@ -159,12 +171,8 @@ class CoderInfo:
         """
         if not isinstance(document, Mapping):
             raise LoadError(f"dictionary info: {type(document).__name__}; expected a JSON object")
-        values = dict(document)
         try:
-            if (ids := values.get("feature_ids")) is not None:
-                values["feature_ids"] = tuple(ids)
-            for name in ("addresses", "max_act_gaps"):
-                values[name] = tuple(values.get(name, ()))
+            values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in document.items()}
             return cls(**values)
         except (TypeError, AssertionError) as exc:
             raise LoadError(f"dictionary info: {exc}; expected the fields of CoderInfo") from exc
@@ -308,7 +316,7 @@ def place_of(site: str) -> str:
 
 def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:
     """What a dictionary reads [tokens, d_in], of the tensors at the sites that have an op, by their names."""
-    found = streams[reading_site(canonical(str(info.site_in)))]
+    found = streams[info.read]
     return l2_normed(found.float()) if info.reads_pregain else found
 
 

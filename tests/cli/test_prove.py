@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import evidence, prove, trials
+from saesteer.commands import evidence, prove, reading, trials
 from saesteer.commands.chart import Panel, chart
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DEMO_TRANSCODER, FRENCH, GOLD, MLP_FEATURE, OCEAN, ensure_model
 from saesteer.commands.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, Key, Subject
@@ -197,7 +197,7 @@ def engine() -> Engine:
 def test_a_proof_from_answers(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prove, "run_engine", engine.run)
+    monkeypatch.setattr(reading, "run", engine.run)
     file, plot = tmp_path / "found.json", tmp_path / "found.svg"
     console = Console(width=220)
     bridge, ocean = prove.run(
@@ -230,7 +230,7 @@ def test_a_proof_from_answers(
 
 
 def test_without_names_the_first_features_are_proved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prove, "run_engine", engine.run)
+    monkeypatch.setattr(reading, "run", engine.run)
     monkeypatch.setattr(prove, "FIRST", 2)
     ones = [prove.run(Console(quiet=True), "demo", read_settings([]), random=2, seed=seed) for seed in (5, 5)]
     assert [one.feature for one in ones[0]] == sorted(one.feature for one in ones[0])
