@@ -299,7 +299,7 @@ def npy_header(path: Path, key: str, stream: IO[bytes]) -> tuple[tuple[int, ...]
     layout: Any = np.lib.format  # its functions have no types
     version = layout.read_magic(stream)
     if version not in ((1, 0), (2, 0)):  # 3 is for names of fields, which arrays of numbers do not have
-        raise wrong(path, key, f".npy version {version[0]}.{version[1]}", "version 1.0 or 2.0")
+        raise wrong(path, key, f"version {version[0]}.{version[1]} of .npy", "version 1.0 or 2.0")
     said = stream.read(2 * version[0])
     if (length := int.from_bytes(said, "little")) > LARGEST_NPY_HEADER:  # numpy would read all of it first
         raise wrong(path, key, f"a header of {length} bytes", f"at most {LARGEST_NPY_HEADER}")

@@ -161,7 +161,7 @@ def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: in
 def one_of(file: Path, document: Mapping[str, Any], key: str, known: Iterable[str], default: str | None = None) -> Any:
     """``document[key]``, one of the known strings; default where it is absent."""
     value = document.get(key, default)
-    if value not in known:
+    if value not in list(known):  # a value may be unhashable
         raise wrong(file, key, repr(value), f"one of {', '.join(known)}")
     return value
 
