@@ -61,7 +61,14 @@ def admin_app(api_key: Any = None, additional: Any = None) -> Any:
     """With the admin routes alone, if these are on."""
     made = FastAPI()
     wire = {"saesteer": {}} if additional is None else additional
-    place: dict[str, Any] = {"host": "0.0.0.0", "uds": None, "middleware": []}
+    place: dict[str, Any] = {
+        "host": "0.0.0.0",
+        "port": 1,
+        "root_path": "",
+        "uds": None,
+        "ssl_certfile": None,
+        "middleware": [],
+    }
     made.state.args = Namespace(api_key=api_key, additional_config=wire, **place)
     plugin = EndpointPlugin()
     plugin.attach_router(made)

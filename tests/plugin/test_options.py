@@ -41,4 +41,4 @@ def test_the_flags_of_serve_are_the_options() -> None:
         on, _, off = option.flag.partition("/")
         param = params.pop(on)
         assert (param.help, param.secondary_opts) == (option.help, [off] if off else [])
-    assert params.keys() == {"--saesteer-config", "--saesteer-admin-key"}
+    assert params.keys() == {"--saesteer-config", "--saesteer-admin-key", "--verbose"}
