@@ -8,7 +8,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from saesteer.errors import LoadError
-from saesteer.labels.store import EFFECTS, NEAR, RANKS, SCHEMA, VERSION, About, Effect, Entry, word_at, words_in
+from saesteer.labels.search import RANKS
+from saesteer.labels.store import EFFECTS, NEAR, SCHEMA, VERSION, About, Effect, Entry, word_at, words_in
 
 
 def write(path: Path, about: About, texts: Sequence[str], entries: Iterable[Entry]) -> None:
