@@ -8,10 +8,16 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.forks import Fork
+
+CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
 _MARK = "answer "  # libraries print beside it
 
 
@@ -21,7 +27,11 @@ def tell(found: Any) -> None:
 
 
 def hear(
-    *words: str, environment: Mapping[str, str] = os.environ, given: str | None = None, timeout: float | None = None
+    *words: str,
+    environment: Mapping[str, str] = os.environ,
+    given: str | None = None,
+    timeout: float | None = None,
+    fork: bool = False,
 ) -> Any:
     """Run this Python with these arguments at the root of the project, and take what it tells.
 
@@ -30,19 +40,29 @@ def hear(
         environment: all of it.
         given: its standard input.
         timeout: in seconds.
+        fork: from a process that has imported vLLM (``tests.forks``), on a CPU.
     """
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        if fork and not CUDA:
+            code = _ended(Fork(words, environment, log, given), timeout)
+        else:
+            with log.open("w") as out:
+                done = subprocess.run(
+                    [sys.executable, *words],
+                    cwd=Path(__file__).parents[1],
+                    env=environment,
+                    input=given,
+                    stdout=out,
+                    stderr=out,
+                    text=True,
+                    timeout=timeout,
+                    check=False,
+                )
+            code = done.returncode
+        told = log.read_text()
+    assert code == 0, told[-4000:]
+    (line,) = [line for line in told.splitlines() if line.startswith(_MARK)]
     return json.loads(line.removeprefix(_MARK))
 
 
@@ -66,3 +86,10 @@ def forked(work: Callable[..., Any], *given: Any) -> Any:
     finally:
         ours.close()
         process.join()
+
+
+def _ended(process: Fork, timeout: float | None) -> int:
+    try:
+        return process.wait(timeout)
+    finally:
+        process.kill()

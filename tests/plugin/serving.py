@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
-CUDA = torch.cuda.device_count() > 0  # unlike is_available, it leaves CUDA usable in forked children
+from tests.apart import CUDA as CUDA
+from tests.forks import Fork
+
 # A client's idle connection must outlive a busy machine's pauses: a server that closes it drops the next request.
 ENVIRONMENT = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
 
@@ -27,7 +28,12 @@ class Served(httpx.Client):
 
 @contextmanager
 def served(
-    arguments: Sequence[str], log: Path, *, keep: bool = True, environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    keep: bool = True,
+    environment: Mapping[str, str] | None = None,
+    fork: bool = True,
 ) -> Iterator[Served]:
     """A client of a server that was started with these arguments; what the server says goes to a file.
 
@@ -36,6 +42,7 @@ def served(
         log: the file.
         keep: connections; a new one for each request may reach another API server.
         environment: what is added to that of the tests.
+        fork: from a process that has imported vLLM (``tests.forks``), on a CPU.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -46,8 +53,13 @@ def served(
         command += ["--kv-cache-memory-bytes", str(2 << 30)]
     inherited = {name: value for name, value in os.environ.items() if name != "SAESTEER_ADMIN_KEY"}
     whole = {**inherited, **ENVIRONMENT, **(environment or {})}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
+    log.write_text("")
+    process: Fork | subprocess.Popen[bytes]
+    if fork and not CUDA:
+        process = Fork(command[1:], whole, log)
+    else:
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=whole)
     try:
         limits = httpx.Limits(max_keepalive_connections=None if keep else 0)
         with Served(base_url=f"http://127.0.0.1:{port}", timeout=120, limits=limits) as client:
@@ -69,7 +81,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix(begin)) for line in response.iter_lines() if line.startswith(begin + "{")]
 
 
-def _wait(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _wait(client: httpx.Client, process: "Fork | subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + 600  # usually 40 s; a machine that is busy with others has taken 300
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-4000:]

@@ -60,7 +60,9 @@ def runs(folder: Path) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     words = "-m", "tests.plugin.test_adapters", str(folder)
-    return {way: hear(*words, str(ranks), environment=environment, timeout=500) for way, ranks in WAYS.items()}
+    return {
+        way: hear(*words, str(ranks), environment=environment, timeout=500, fork=True) for way, ranks in WAYS.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_thousands_of_specs_leave_nothing_behind(
     )
     job = {"model": model_dir, "options": {**dictionaries.options, "inline_rows": 2, **options}, "many": MANY}
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    found = hear("-m", "tests.plugin.test_crowds", json.dumps(job), environment=environment)
+    found = hear("-m", "tests.plugin.test_crowds", json.dumps(job), environment=environment, fork=True)
     before, after = found["before"], found["after"]
     with capsys.disabled():
         print(f"\n{found['distinct']} specs: {before} -> {after}")

@@ -73,7 +73,7 @@ class Runs(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         ranks, how = ENGINES[name]
         words = "-m", "tests.plugin.test_guesses", str(self._folder), str(ranks), how
-        self[name] = hear(*words, environment=self._environment, timeout=500)
+        self[name] = hear(*words, environment=self._environment, timeout=500, fork=True)
         return self[name]
 
 

@@ -96,7 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     words = "-m", "tests.plugin.test_guesses_beside", str(folder)
-    return {how: hear(*words, how, environment=environment, timeout=700) for how in ("sure", "guesses")}
+    return {how: hear(*words, how, environment=environment, timeout=700, fork=True) for how in ("sure", "guesses")}
 
 
 def test_some_guesses_hold_and_some_do_not(runs: dict[str, Any]) -> None:

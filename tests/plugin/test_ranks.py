@@ -42,7 +42,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def run(way: str) -> Any:
         # Ray is told of devices where there are none in this process, so the engine has to be in it.
         here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if way == "ray" and not CUDA else {}
-        return hear("-m", "tests.plugin.test_ranks", folders[way], way, environment=environment | here)
+        return hear("-m", "tests.plugin.test_ranks", folders[way], way, environment=environment | here, fork=True)
 
     with ThreadPoolExecutor(len(WAYS) if CUDA else 1) as threads:  # side by side where they take little of a machine
         found = dict(zip(WAYS, threads.map(run, WAYS), strict=True))

@@ -58,7 +58,7 @@ def inside(what: str, model_dir: str, dictionaries: Dictionaries) -> Any:
     options["distributed_executor_backend"] = "uni"
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     job = json.dumps({"what": what, "model": model_dir, "options": options})
-    return hear("-m", "tests.plugin.test_reads_inside", job, environment=environment)
+    return hear("-m", "tests.plugin.test_reads_inside", job, environment=environment, fork=True)
 
 
 def main() -> None:

@@ -59,7 +59,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if not CUDA:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     words = ("-m", "tests.plugin.test_reload", str(folder), request.param)
-    found = {model: hear(*words, model, environment=environment, timeout=500) for model in ("model", "other")}
+    found = {
+        model: hear(*words, model, environment=environment, timeout=500, fork=True) for model in ("model", "other")
+    }
     assert {one["graphs"] for one in found.values()} == {request.param == "graphs"}
     return found
 

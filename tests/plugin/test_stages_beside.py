@@ -149,7 +149,7 @@ class Runs(dict[str, Any]):
         environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         words = "-m", "tests.plugin.test_stages_beside", str(self._folder), way
-        self[way] = hear(*words, environment=environment, timeout=850)
+        self[way] = hear(*words, environment=environment, timeout=850, fork=True)
         return self[way]
 
 

@@ -280,6 +280,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.slow
 def test_vllm_itself_is_refused_with_these_options(model_dir: str) -> None:
-    told = hear("-c", START, model_dir, json.dumps([options for options, _ in OPTIONS]), timeout=600)
+    told = hear("-c", START, model_dir, json.dumps([options for options, _ in OPTIONS]), timeout=600, fork=True)
     for said, (_, expected) in zip(told, OPTIONS, strict=True):
         assert expected in said and "saesteer cannot serve with" in said
