@@ -43,7 +43,7 @@ def _with_environment(name: str) -> dict[str, Any]:
     return {**_prepared(name), "environment": dict(os.environ)}
 
 
-def _in_environment(data: dict[str, Any]) -> None:
+def _in_environment(data: Any) -> None:
     _enter(data.pop("environment"))
     with contextlib.suppress(OSError):  # the group has ended
         if group := os.environ.get(GROUP):
@@ -73,7 +73,7 @@ def _forking(method: str | None = None) -> Any:
 def install() -> None:
     """Make multiprocessing's spawned processes forks, in this process and in all that it forks."""
     spawn.get_preparation_data, spawn.prepare = _with_environment, _in_environment
-    multiprocessing.get_context = _forking  # type: ignore[assignment]
+    multiprocessing.get_context = _forking
 
 
 class Fork:
