@@ -74,6 +74,7 @@ def install() -> None:
     """Make multiprocessing's spawned processes forks, in this process and in all that it forks."""
     spawn.get_preparation_data, spawn.prepare = _with_environment, _in_environment
     multiprocessing.get_context = _forking
+    multiprocessing.set_forkserver_preload(["tests.forks_preload"])
 
 
 class Fork:
@@ -85,7 +86,6 @@ class Fork:
         install()
         Path(log).touch()
         context: Any = _context("forkserver")
-        context.set_forkserver_preload(["tests.forks_preload"])
         self._process = context.Process(target=_become, args=(list(words), dict(environment), str(log), given))
         self._process.start()
         self.pid: int = self._process.pid
