@@ -71,10 +71,9 @@ def _forking(method: str | None = None) -> Any:
 
 
 def install() -> None:
-    """Make multiprocessing's spawned processes forks, in this process and in all that it forks."""
+    """Make multiprocessing's spawned processes forks in all that this process forks."""
     spawn.get_preparation_data, spawn.prepare = _with_environment, _in_environment
     multiprocessing.get_context = _forking
-    multiprocessing.set_forkserver_preload(["tests.forks_preload"])
 
 
 class Fork:
@@ -83,11 +82,15 @@ class Fork:
     def __init__(
         self, words: Sequence[str], environment: Mapping[str, str], log: Path, given: str | None = None
     ) -> None:
-        install()
         Path(log).touch()
         context: Any = _context("forkserver")
+        context.set_forkserver_preload(["tests.forks_preload"])
         self._process = context.Process(target=_become, args=(list(words), dict(environment), str(log), given))
-        self._process.start()
+        spawn.get_preparation_data = _with_environment
+        try:
+            self._process.start()
+        finally:
+            spawn.get_preparation_data = _prepared
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:

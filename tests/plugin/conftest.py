@@ -18,7 +18,6 @@ from saesteer import hf
 from saesteer.commands.embedded import DEMO_SAE, ensure_model
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.loaders.formats import own
-from tests import forks
 from tests.plugin.lora import write_adapter
 from tests.plugin.padded import padded, ranks_of_tests
 from tests.plugin.serving import CUDA as CUDA
@@ -27,8 +26,6 @@ from tests.shared import Shared
 
 if CUDA:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # other tests of the session may have used it
-else:
-    forks.install()
 WIDTH = 576  # of the embedded model
 SECOND = "smollm2-135m-instruct/15-second-res-96"  # the address of this dictionary, say its files
 
