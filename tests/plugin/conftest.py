@@ -282,7 +282,7 @@ def any_server(server_flags: list[str], lora_flags: list[str], server_log: Path,
     It logs every request, and has an admin key. vLLM's kernels for adapters take 16 bits alone: on a GPU it has none.
     """
     flags = [*server_flags, "--dtype", "float32", *([] if CUDA else lora_flags)]
-    found: httpx.Client = shared.get("any_server", lambda: served(flags, server_log))
+    found: httpx.Client = shared.get("any_server", lambda: served(flags, server_log, fork=True))
     return found
 
 

@@ -33,7 +33,7 @@ def served(
     *,
     keep: bool = True,
     environment: Mapping[str, str] | None = None,
-    fork: bool = True,
+    fork: bool = False,
 ) -> Iterator[Served]:
     """A client of a server that was started with these arguments; what the server says goes to a file.
 

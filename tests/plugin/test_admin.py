@@ -58,7 +58,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             patch.setenv("OMP_NUM_THREADS", "1")
         arguments = ["demo", "--saesteer-admin-key", ADMIN_KEY, *words]
-        with served(arguments, folder / "log", keep=servers == 1, fork=servers == 1) as client:
+        with served(arguments, folder / "log", keep=servers == 1) as client:
             yield client
             answered = sorted(path.name for path in folder.glob("saesteer-*/uses-*"))
             made = re.findall(r'vllm:generation_tokens_total\{engine="(\d)".*\} (.*)', client.get("/metrics").text)

@@ -206,7 +206,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     else:  # two engines would be bound to the same cores
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     arguments = [tiny_llama(folder), *words]
-    with served(arguments, folder / "log", keep=servers == 1, environment=environment, fork=servers == 1) as server:
+    with served(arguments, folder / "log", keep=servers == 1, environment=environment) as server:
         found = World(server, engines, folder / "temporary")
         found.post("/init_weight_transfer_engine", init_info={})
         found.post("/collective_rpc", method="saesteer_slow", args=[SECONDS])
