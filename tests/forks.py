@@ -57,7 +57,8 @@ def _enter(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
-    sys.path[:0] = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place not in sys.path]
+    places = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [place for place in places if place and place not in sys.path]
     if threads := environment.get("OMP_NUM_THREADS"):
         importlib.import_module("torch").set_num_threads(int(threads))
     if log := environment.get(LOG):
