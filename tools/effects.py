@@ -73,7 +73,7 @@ class Engine:
             options["cudagraph_capture_sizes"] = [running // 4, running // 2, running]
         self._dictionary = dictionary
         place = str(DICTIONARIES[dictionary])
-        self._llm = LLM(str(folder), dictionaries={dictionary: place}, max_edits=1, **options)
+        self._llm = LLM(str(folder), dictionaries={dictionary: place}, max_edits=2, **options)
         tokenizer = tokenizer_of(str(folder))
         self._prompts = [tokens_of(tokenizer, text, chat=True) for text in QUESTIONS]
 
