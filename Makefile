@@ -151,19 +151,12 @@ bench-modes:
 	$(READERS) --modes idle probes
 	$(PYTHON) -m bench.modes --out $(RESULTS) $(GIVEN) --burst --concurrency 64 --tokens 32 --modes idle clamps-32 --rounds 7 --budget 240
 
-# The same, of what a user sees; each line takes at most 250 seconds, but for the 27B's, whose two engines take 165 to start.
-SWEEP = $(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN) --share 2 --prompts 16
+# The same, of what a user sees: lengths of answers, and requests at a time; each line takes up to 9 minutes.
+SWEEP = $(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN) --share 2 --prompts 16 --modes idle named
 bench-sweeps:
-	$(SWEEP) --modes idle named --tokens 64 256 1024 --budget 240
-	$(SWEEP) --modes named --tokens 2048 --budget 240
-	$(SWEEP) --modes idle named --tokens 64 256 --eager --budget 240
-	$(SWEEP) --modes idle named --tokens 256 --concurrency 1 4 --prompts 4 --budget 240
-	$(SWEEP) --modes idle named --tokens 256 --concurrency 64 --prompts 64 --budget 240
-	$(SWEEP) --modes idle named --tokens 256 --concurrency 256 --prompts 256 --budget 240
-	$(SWEEP) --model gemma-3-27b --modes idle named --tokens 64 256 --budget 300
-	$(SWEEP) --model gemma-3-27b --modes named --tokens 1024 --budget 400
-	$(SWEEP) --model gemma-3-27b --modes named --tokens 2048 --budget 500
-	$(SWEEP) --model gemma-3-27b --modes idle named --tokens 64 256 --eager --budget 300
+	$(SWEEP) --tokens 256 64 1024 --concurrency 16 1 4 64 256 --rounds 4
+	$(SWEEP) --tokens 256 64 --eager --rounds 4
+	$(SWEEP) --model gemma-3-27b --tokens 256 64 1024
 	$(PYTHON) -m bench.plot --results $(RESULTS)
 
 # Other systems, as far as they are installed beside vLLM; ANY=--any-vllm tries those that pin another vLLM.

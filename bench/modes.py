@@ -26,8 +26,8 @@ Reckoned for one H200 of 139 GiB, 64 requests, 16 at a time, in seconds (4B: 4.4
 
 With --keep DIR, the engines of the next command start in a third of that time.
 
-Lengths of answers, requests and graphs are swept by `make bench-sweeps`, in commands of 250 seconds with two engines:
-with --prompts 16, a run of 16 at a time takes 6 ms for each token of an answer on the 4B, and 22 on the 27B.
+Lengths of answers, requests and graphs are swept by `make bench-sweeps`, with two engines: with --prompts 16, a run of
+16 at a time takes 6 ms for each token of an answer on the 4B, and 22 on the 27B.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=_count, default=5)
     parser.add_argument("--share", type=_count, default=1, help="modes between two runs of stock")
     parser.add_argument("--concurrency", type=_count, nargs="+", default=[16], help="requests at a time")
-    parser.add_argument("--prompts", type=_count, help=f"requests of a run; default {PLACES} times those at a time")
+    parser.add_argument("--prompts", type=_count, help=f"of a run, from once to {PLACES} times those at a time")
     parser.add_argument("--prompt-tokens", type=_count, default=256)
-    parser.add_argument("--tokens", type=_count, nargs="+", default=[256], help="of an answer")
+    of_each = "of an answer; the first goes with each --concurrency, and the other way round"
+    parser.add_argument("--tokens", type=_count, nargs="+", default=[256], help=of_each)
     parser.add_argument("--whole", action="store_true", help="answers come whole, as from LLM.generate; through LLM")
     parser.add_argument("--burst", action="store_true", help="all of a run begin together, as many as --concurrency")
     parser.add_argument("--eager", action="store_true", help="all engines without CUDA graphs and compilation")
@@ -83,8 +84,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--modes names one twice")
     if min(given.tokens) < 2:
         parser.error("--tokens is 1, expected at least 2: the time per token is between the first and the last")
-    if given.prompts is not None and given.prompts < max(given.concurrency):
-        parser.error(f"--prompts is {given.prompts}, expected at least {max(given.concurrency)}, as --concurrency")
     if given.burst and given.prompts is not None:
         parser.error("--burst is given with --prompts: all requests begin together, as many as --concurrency")
     if given.spy is not None:
@@ -135,8 +134,11 @@ class Bench:
     def __init__(self, given: argparse.Namespace, running: dict[str, engines.Engine]) -> None:
         self.given = given
         self.running = running
-        # By requests at a time and tokens of an answer.
-        self.runs: dict[tuple[int, int], list[Run]] = {size: [] for size in product(given.concurrency, given.tokens)}
+        # By requests at a time and tokens of an answer: of either list the first goes with all of the other.
+        (at_once, tokens), sizes = (given.concurrency[0], given.tokens[0]), [*product(given.concurrency, given.tokens)]
+        self.runs: dict[tuple[int, int], list[Run]] = {
+            size: [] for size in sizes if size[0] == at_once or size[1] == tokens
+        }
         self._seed = 0
         self._had: set[str] = set()  # the engines that have had its prompts
 
@@ -189,7 +191,8 @@ class Bench:
         return found
 
     def _requests(self, at_once: int) -> int:
-        return at_once if self.given.burst else self.given.prompts or PLACES * at_once
+        many = at_once if self.given.burst else PLACES * at_once
+        return many if self.given.prompts is None else min(max(self.given.prompts, at_once), many)
 
     def _run(self, name: str, at_once: int, requests: int, tokens: int) -> Run:
         kind = _engine(name)

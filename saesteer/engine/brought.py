@@ -95,15 +95,21 @@ class Brought:
             self._land()
         found: dict[str, dict[int, tuple[list[int], list[float]]]] = {}
         for one in made:
+            numbers = one.arrays[-1].reshape(-1).tolist()
+            width = len(numbers) // max(1, len(one.arrays[-1]))
             for (name, _, reading), spans, _, last in one.each():
                 if reading.watched is None:
                     continue
+                assert isinstance(last, slice), "what rules watch comes in order"
+                own, several = numbers[width * last.start : width * last.stop], len(reading.watched)
                 positions = [at for lo, hi in spans for at in range(lo, hi)]
-                values = one.arrays[-1][last].view(-1, len(reading.watched)).T.tolist()
-                for measure, numbers in zip(reading.watched, values, strict=True):
-                    own = found.setdefault(name, {}).setdefault(measure, ([], []))
-                    own[0].extend(positions)
-                    own[1].extend(numbers)
+                values = found.setdefault(name, {})
+                for number, measure in enumerate(reading.watched):
+                    at, there = values.setdefault(measure, ([], []))
+                    at += positions
+                    there += own[number::several]
+        return found
+
         return found
 
     def told(self) -> Mapping[str, Sequence[Told]]:

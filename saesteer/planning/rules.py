@@ -17,6 +17,7 @@ from saesteer.planning.reads import bounds_of, with_paths
 from saesteer.planning.windows import inside
 
 Values = Mapping[int, tuple[Sequence[int], Sequence[float]]]  # by number of the measure: positions, and values there
+_NONE: tuple[Sequence[int], Sequence[float]] = ((), ())
 
 
 def refuse_above(number: int, at: str) -> None:
@@ -101,8 +102,10 @@ class Watch:
         fired = [
             (at, one.rule.op == "stop", number)
             for number, one in enumerate(self._runs)
-            if (at := one.look(values, end, border)) is not None
+            if not one.passes(values, end) and (at := one.look(values, end, border)) is not None
         ]
+        if not fired:
+            return []
         found: list[Fired] = []
         for at, ends, number in sorted(fired):
             rule = self._runs[number].rule
@@ -125,19 +128,28 @@ def flags(fired: Iterable[Sequence[Any]], end: int) -> list[dict[str, Any]]:
 class _Run:
     """How long the conditions of a rule have held."""
 
-    __slots__ = ("_fired", "_length", "_next", "rule")
+    __slots__ = ("_above", "_below", "_fired", "_first", "_length", "_next", "rule")
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+        self._first, self._above, self._below = rule.bounds[0]
         self._next = 0  # positions below have been looked at
         self._length = 0  # positions in a row, up to there
         self._fired = False
 
+    def passes(self, values: Values, end: int) -> bool:
+        """Whether ``look`` has nothing to do: of a single position, as usual, at which the first condition fails."""
+        if self._fired:
+            return True
+        positions, found = values.get(self._first, _NONE)
+        if self._length or len(found) != 1 or positions[0] >= end or self._above < found[0] < self._below:
+            return False
+        self._next = max(self._next, positions[0] + 1)
+        return True
+
     def look(self, values: Values, end: int, border: int) -> int | None:
         """The position at which the rule fires; None: not now."""
-        if self._fired:
-            return None
-        held = [values.get(number, ((), ())) for number, _, _ in self.rule.bounds]
+        held = [values.get(number, _NONE) for number, _, _ in self.rule.bounds]
         for place, position in enumerate(held[0][0]):
             if position < self._next or position >= end:
                 continue

@@ -59,7 +59,8 @@ def test_every_mode_stands_between_two_runs_of_stock() -> None:
             asked.append(load)
             return Times([0.1], [1.1], 0)
 
-    given = modes.arguments(["--modes", "idle", "clamp", "disabled", "--concurrency", "2", "8", "--rounds", "2"])
+    words = "--modes idle clamp disabled --concurrency 2 8 --tokens 256 64 --prompts 16 --rounds 2"
+    given = modes.arguments(words.split())
     engines: Any = {kind: Fake() for kind in modes.kinds(given.modes)}
     assert list(engines) == ["stock", "saesteer", "disabled"]
     bench = modes.Bench(given, engines)
@@ -69,8 +70,9 @@ def test_every_mode_stands_between_two_runs_of_stock() -> None:
     timed = [load.mode for load in asked if load.at_once == 8 and load.tokens == 256]
     assert " ".join(timed) == ("stock idle stock clamp stock disabled stock disabled stock clamp stock idle stock")
     rows = bench.rows()
-    assert [(row["mode"], row["at_once"], row["runs"]) for row in rows] == [
-        (name, at_once, 2) for at_once in (2, 8) for name in ("idle", "clamp", "disabled")
+    sizes = ((2, 8, 256), (2, 8, 64), (8, 16, 256))  # the first of either list with all of the other
+    assert [(row["mode"], row["at_once"], row["requests"], row["tokens"], row["runs"]) for row in rows] == [
+        (name, *size, 2) for size in sizes for name in ("idle", "clamp", "disabled")
     ]
     for mode in ("stock", "idle", "clamp"):
         seeds = [load.seed for load in asked if load.mode == mode]
