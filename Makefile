@@ -12,7 +12,8 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo      set up, then run the demo"
 	@echo "make test      set up, then the tests that take minutes"
-	@echo "make test-slow the tests on real engines, half an hour on two cores, three times that on a busy machine; make test-all runs both"
+	@echo "make test-slow the tests on real engines, half an hour on two cores, three times that on a busy machine; those that a change"
+	@echo "               reaches run first; notes whole runs of files in tests/slow_runs.jsonl, FILES=... runs some; make test-all runs both"
 	@echo "make test-long what is too long for CI; by hand, before a release"
 	@echo "make test-gpu  on a GPU, the tests that it changes, those first that ran longest ago; MINUTES=9, PROCESSES=1, PYTHON=..."
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
@@ -45,7 +46,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not long and not network" $(if $(UNTIL),--until $(UNTIL)) $(if $(FIRST),--first $(FIRST))
+	$(BIN)/python -m pytest -m "slow and not long and not network" --runs tests/slow_runs.jsonl $(if $(UNTIL),--until $(UNTIL)) $(FILES)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "long and not network and not vision"

@@ -3,7 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.plugin.serving import served
 from tests.shared import Shared
+from tests.slow_runs import Runs
+from tools.reach import repository
 
 # An engine holds 2 GiB and a server 3, whether or not it has work; the machine of CI has 24.
 RUNNING = int(os.environ.get("SAESTEER_TEST_RUNNING", "6"))  # fewer, where tests run side by side on one GPU
@@ -24,10 +28,10 @@ SHARERS = ("make_engine", "any_server", "demo_server")
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# Of the tests. A shared machine that is a third as fast as on other days leaves most; DECISIONS.md has the reason.
-MAY_BE_LEFT = 0.9
+MAY_BE_LEFT = 0.05  # of the tests that have to run; DECISIONS.md has the reason
 
-_left: list[str] = []  # tests that were not reached
+_left: list[str] = []  # tests that were not reached in time
+_spared: set[str] = set()  # tests that need not run: nothing that they reach has changed since they last did
 _running = Shared(RUNNING)
 
 
@@ -43,12 +47,11 @@ def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def pytest_addoption(parser: pytest.Parser) -> None:
     """A machine that is slow today says which tests it did not come to, instead of being ended in the midst of one."""
     parser.addoption(
-        "--until",
-        type=float,
-        metavar="SECONDS",
-        help=f"since the epoch; tests that begin later are skipped, and are a failure from {MAY_BE_LEFT:.0%} of all on",
+        "--until", type=float, metavar="SECONDS", help="since the epoch; tests that begin later are skipped"
     )
-    parser.addoption("--first", type=int, metavar="N", help="begin with this file of slow tests, counted round")
+    parser.addoption(
+        "--runs", type=Path, metavar="FILE", help="first what has changed; without --until, note whole runs"
+    )
     parser.addoption("--part", metavar="I/N", help="of the tests, the Ith of N parts of as many, from 1 on")
 
 
@@ -63,48 +66,61 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _too_many(session: pytest.Session) -> bool:
-    return len(_left) >= MAY_BE_LEFT * session.testscollected > 0
+    return _missing() > MAY_BE_LEFT * (session.testscollected - len(_spared))
+
+
+def _missing() -> int:
+    return sum(name not in _spared for name in _left)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the terminal says how it ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What nobody ran has not passed."""
-    if _left and _too_many(session) and session.exitstatus == pytest.ExitCode.OK:
+    if _too_many(session) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many were left, and what follows."""
+    """Report how many were left, and what follows; pytest's own summary names them."""
     session = terminalreporter._session
     if _left and session is not None:
-        told = f"{len(_left)} of {session.testscollected} tests were not reached in time; "
-        verdict = "that is a failure" if _too_many(session) else f"fewer than {MAY_BE_LEFT:.0%} may be left"
+        had_to = session.testscollected - len(_spared)
+        told = f"{_missing()} of the {had_to} tests that have to run were not reached in time, "
+        told += f"and {len(_left) - _missing()} of {len(_spared)} others; "
+        verdict = "that is a failure" if _too_many(session) else f"{MAY_BE_LEFT:.0%} of the former may be left"
         terminalreporter.write_line(told + verdict, red=_too_many(session), yellow=not _too_many(session))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect `gpu` tests on a CPU, of which pytest's last line says how many; and put together who shares."""
     items.sort(key=_group)  # stable: otherwise as they were written
-    if (first := config.getoption("--first")) is not None:
-        items[:] = _turned(items, first)
     if part := config.getoption("--part"):  # neighbours stay together: they compile the same kernels
         number, parts = map(int, part.split("/"))
         first, last = (len(items) * n // parts for n in (number - 1, number))
         config.hook.pytest_deselected(items=[*items[:first], *items[last:]])
         items[:] = items[first:last]
-    if torch.cuda.is_available():
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=left_out)
+    if not torch.cuda.is_available():
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
 
 
-def _turned(items: Sequence[pytest.Item], first: int) -> list[pytest.Item]:
-    """The same, of which the slow ones, which come last, begin with another file and end with those before it."""
-    at = next((n for n, item in enumerate(items) if _group(item)), len(items))
-    starts = [n for n in range(at, len(items)) if n == at or items[n].path != items[n - 1].path]
-    turn = starts[first % len(starts)] if starts else at
-    return [*items[:at], *items[turn:], *items[at:turn]]
+@pytest.hookimpl(trylast=True)  # of what is selected
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Put first what a change can reach since it last ran whole, then the rest, the oldest first."""
+    if path := session.config.getoption("--runs"):
+        tests = Counter(_file(item) for item in session.items)
+        reach = repository()
+        whole = not (session.config.option.keyword or any("::" in one for one in session.config.args))
+        append = whole and session.config.getoption("--until") is None and session.config.getoption("--part") is None
+        runs = Runs(path, tests, {name: reach.digest(name) for name in tests}, append)
+        session.config.pluginmanager.register(runs)
+        session.items.sort(key=lambda item: (runs.place(_file(item)), _group(item)))
+        _spared.update(item.nodeid for item in session.items if _file(item) in runs.unchanged)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def _group(item: pytest.Item) -> int:
