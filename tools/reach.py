@@ -1,9 +1,9 @@
 """Which files of the repository a test file can reach, by what each names. Knows no test. Standard library only.
 
 A module is reached by an import anywhere in a file, by its dotted name in a string, and by code in a string; other
-files by their path in a string. Of a file in tests/, only the definitions that are used count, so that a test without
-a server does not reach what servers import; fixtures are looked for in the conftests above a test. A file of saesteer
-counts as a whole.
+files by their path in a string. Of a file in tests/ or tools/, only the definitions that are used count, so that a
+test without a server does not reach what servers import; fixtures are looked for in the conftests above a test. A file
+of saesteer counts as a whole.
 """
 
 import ast
@@ -24,7 +24,7 @@ ALWAYS = {
 }  # what is installed, how tests run, what is always imported
 DOTTED = re.compile(r"\b(?:saesteer|tests|bench|tools)(?:\.\w+)+")
 COMMAND = "'-m' 'saesteer'"
-PRELOADED = ("tests/forks.py", "IMPORTED")  # imported early there; who uses it names it as well
+WITHOUT = {("tests/forks.py", "IMPORTED"), ("tools/reach.py", "Reach")}  # name what only others use, who name it too
 ALL, RUNS = "", "pytest_"  # in place of a definition's name: the whole file, and what runs without being named
 
 Place = tuple[str, str]  # a file and a definition in it
@@ -76,7 +76,7 @@ class Reach:
                 yield from self._string((self.root / name).read_text(errors="ignore"), name)
                 yield from self._string("saesteer.__main__ saesteer.plugin.llm", name)
             return
-        own, inside = self.definitions(name), name.startswith("tests/")
+        own, inside = self.definitions(name), name.startswith(("tests/", "tools/"))
         names, places = own[definition if inside and definition in own else ALL]
         yield from places
         for one in {RUNS, *names} if inside else ():
@@ -98,7 +98,7 @@ class Reach:
                 bound_here = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
                 parts.append((bound_here or [RUNS], node))
         for kept, part in parts:
-            if (path, kept[0]) != PRELOADED:
+            if (path, kept[0]) not in WITHOUT:
                 names, places = self._uses(part, path)
                 for one in (*kept, ALL):
                     found[one][0].update(names)
