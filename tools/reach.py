@@ -150,8 +150,8 @@ class Reach:
                 yield self.modules[module], ALL
 
 
-def repository() -> Reach:
-    """This repository's files, as git knows them."""
+def repository(root: Path = ROOT) -> Reach:
+    """A checkout's files, as git knows them; of this one if no other is given."""
     command = ["git", "-c", "safe.directory=*", "ls-files"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return Reach(ROOT, (name for name in listed.splitlines() if (ROOT / name).is_file()))
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return Reach(root, (name for name in listed.splitlines() if (root / name).is_file()))
