@@ -75,42 +75,9 @@ def test_what_has_no_rows_is_not_drawn(tmp_path: Path) -> None:
     assert plot.draw(tmp_path, tmp_path) == []
 
 
-def test_runs_over_http_are_no_lengths(tmp_path: Path) -> None:
-    stored(tmp_path, "modes.jsonl", [{**one, "way": "http"} for one in modes()])
-    assert plot.draw(tmp_path, tmp_path) == []
-
-
 def test_a_run_without_curves_says_so(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no curve 'edits' at width 2304"):
         plot.points([one for one in kernels() if one["curve"] is None], "edits", 2304)
-
-
-@pytest.fixture
-def curves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[dict[str, Any]]]]:
-    """What runs along the x axis of each curve that is drawn, and its rows."""
-    found: list[tuple[str, list[dict[str, Any]]]] = []
-    original = plot.line
-
-    def line(axis: Any, rows: list[dict[str, Any]], along: str, *rest: Any, **how: Any) -> None:
-        found.append((along, rows))
-        original(axis, rows, along, *rest, **how)
-
-    monkeypatch.setattr(plot, "line", line)
-    return found
-
-
-def test_curves_of_costs_keep_their_points_when_few_are_measured_anew(tmp_path: Path, curves: Any) -> None:
-    plot.draw_costs(steps(), tmp_path / "costs.svg")
-    assert [along for along, _ in curves] == [*("requests",) * 3, "varied", "varied"] * 2
-    for along, rows in curves:
-        assert len(rows) >= 3 and all(row["served"] for row in rows)
-        assert [row[along] for row in rows] == sorted({row[along] for row in rows})
-    commits = {
-        row["model"]: {one["commit"] for _, rows in curves for one in rows if one["model"] == row["model"]}
-        for row in steps()
-    }
-    assert commits == {"4b": {"old", "new"}, "27b": {"old"}}
-    assert "old on one none, new on one none" in (tmp_path / "costs.svg").read_text()
 
 
 def test_no_stored_chart_has_a_curve_of_one_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +106,6 @@ def test_the_last_commit_of_equal_keys_is_taken() -> None:
     assert own["4b"] == [other], "what two GPUs have measured is not mixed"
 
 
-def test_all_ops_are_in_the_last_of_the_largest_sets() -> None:
-    reads, every = {"sites": 34, "set": 3}, {"sites": 34, "set": 4}
-    assert sorted([every, {"sites": 1}, reads], key=plot.size)[-2:] == [reads, every]
-
-
-def test_a_varied_number_is_that_of_the_mode() -> None:
-    own = plot.by_model(steps())["27b"]
-    assert [one["varied"] for one in plot.varied(own, "clamp", "clamps")] == [1, 4, 16, 32, 64]
-    assert [one["varied"] for one in plot.varied(own, "", "vectors", "named")] == [1, 4, 16, 34]
-    assert all(one["requests"] == 16 and one["served"] for one in plot.varied(own, "clamp", "clamps"))
-
-
 def test_the_page_shows_the_charts_of_what_is_stored(tmp_path: Path) -> None:
     names = {path.name for path in plot.draw(RESULTS, tmp_path)}
     page = (ROOT / "docs" / "performance.md").read_text()
@@ -158,8 +113,3 @@ def test_the_page_shows_the_charts_of_what_is_stored(tmp_path: Path) -> None:
     for name in names:
         shapes = [(folder / name).read_text().count("<use") for folder in (RESULTS, tmp_path)]
         assert shapes[0] == shapes[1], "it is older than its rows: `make plots`"
-
-
-def test_of_a_case_that_was_measured_twice_the_last_counts() -> None:
-    rows = [{"case": "a", "us": 1}, {"case": "b", "us": 2}, {"case": "a", "us": 3}]
-    assert sorted(one["us"] for one in plot.last(rows, "case")) == [2, 3]
