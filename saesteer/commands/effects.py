@@ -41,7 +41,6 @@ DOSES, DOSES_INSIDE = (2.0, 1.5, 3.0, 1.0, 4.0), (6.0, 4.0, 8.0, 2.0, 12.0)
 REPEATED, LETTERS = 0.4, 0.75  # a sound text has fewer repeated phrases, and as many letters among its characters
 RISE, LEAST = 4.0, 0.25  # times as often as elsewhere; share of the answers
 MOST = 4  # words that are kept of a feature, and features of a word
-STEP = 0.05  # share that the next larger dose may lose
 OTHERS, RUNNING = 8, 64  # features to compare with, where not all are measured; requests at once
 _WORD = re.compile(r"[^\W\d_]{3,}")
 
@@ -125,16 +124,22 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
     def counted(texts: Sequence[str]) -> Counter[str]:
         return Counter(one for text in texts for one in {stem[word] for word in _words(text)})
 
+    # The largest of several doses shows where text breaks. What still passes for sound there is seldom worth reading.
+    doses = sorted({one.dose for one in asked if one.dose})
+    loudest = doses[-1] if len(doses) > 1 else None
     found: dict[int, list[_At]] = {}
     usual, total = Counter[str](), 0
     for answers in sorted(asked, key=lambda one: (one.feature, one.dose)):
         sound = [text for text in answers.texts if is_sound(text)]
         at = _At(answers.dose, len(answers.texts), len(sound), counted(sound))
         found.setdefault(answers.feature, []).append(at)
+        if at.dose == loudest:
+            continue
         usual.update(at.words)
         total += at.sound
     writes: list[tuple[int, int, str, float]] = []  # minus the share, feature, stem, dose
-    for feature, ats in found.items():
+    for feature, all_ats in found.items():
+        ats = [at for at in all_ats if at.dose != loudest]
         own, others = Counter[str](), total - sum(at.sound for at in ats)
         for at in ats:
             own.update(at.words)
@@ -156,12 +161,12 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
 
 
 def _best(ats: Sequence[_At], stem: str) -> tuple[float, float]:
-    """A word's share at its best dose, and that dose: the larger one of nearly equal shares."""
+    """A word's share at its best dose, and that dose: the smallest one of equal shares."""
     shares = []
     for n, at in enumerate(ats):
         near = [at, *ats[max(0, n - 1) : n + 2]]  # itself twice
         shares.append((sum(one.words[stem] for one in near) / sum(one.answers for one in near), at.dose))
-    return max((share + STEP * n, share, dose) for n, (share, dose) in enumerate(shares))[1:]
+    return max(shares, key=lambda one: (one[0], -one[1]))
 
 
 def _words(text: str) -> set[str]:

@@ -46,12 +46,11 @@ class Made(NamedTuple):
     widths: Sequence[int] | None = None
     order: NDArray[np.int64] | None = None
 
-    def each(self) -> Iterator[tuple[Part, list[Span], _Rows, _Rows]]:
+    def each(self) -> Iterator[tuple[Part, list[Span], _Rows, slice]]:
         """The parts, their positions, their rows of the arrays, and what they have of the last one."""
         at = value = 0
         for number, (part, spans, rows) in enumerate(zip(self.parts, self.spans, self.rows, strict=True)):
-            own: _Rows = slice(at, at + rows)
-            last = own
+            own = last = slice(at, at + rows)
             if self.widths is not None:
                 last = slice(value, value + rows * self.widths[number])
                 value = last.stop
@@ -100,7 +99,6 @@ class Brought:
             for (name, _, reading), spans, _, last in one.each():
                 if reading.watched is None:
                     continue
-                assert isinstance(last, slice), "what rules watch comes in order"
                 own, several = numbers[width * last.start : width * last.stop], len(reading.watched)
                 positions = [at for lo, hi in spans for at in range(lo, hi)]
                 values = found.setdefault(name, {})
@@ -108,8 +106,6 @@ class Brought:
                     at, there = values.setdefault(measure, ([], []))
                     at += positions
                     there += own[number::several]
-        return found
-
         return found
 
     def told(self) -> Mapping[str, Sequence[Told]]:
