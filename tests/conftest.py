@@ -28,7 +28,7 @@ SHARERS = ("make_engine", "any_server", "demo_server")
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# Of the tests that have to run. To be 0.05 once tests/slow_runs.jsonl has a row of each file; DECISIONS.md has the reason.
+# Of the tests that have to run; to be 0.05 once tests/slow_runs.jsonl has rows. DECISIONS.md has the reason.
 MAY_BE_LEFT = 0.9
 
 _left: list[str] = []  # tests that were not reached in time
