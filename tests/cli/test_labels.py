@@ -274,7 +274,7 @@ def test_what_answers_show_of_a_feature() -> None:
     broken = Answers(3, 3.0, ["A bridge is here.", "bridge bridge bridge bridge bridge", "1 2 3 4", ""])
     found, nothing = effects([plain, other, broken, weak, good])
     assert (found.feature, found.breaks) == (3, 3.0)
-    assert found.writes[0] == Written("bridge", 2.0, 50)  # 2 * 3 of 4, 1 of 4 and 1 of 4
+    assert found.writes[0] == Written("bridge", 2.0, 58)  # 2 * 3 of 4 and 1 of 4, none of the largest dose
     assert not {"here", "help", "the"} & {one.word for one in found.writes}  # no more than elsewhere
     assert (nothing.feature, nothing.breaks) == (5, None)
 
