@@ -326,6 +326,19 @@ def test_rules_fire_where_a_plain_loop_says(
     assert found == plain(rules, values, tokens, border)
 
 
+@pytest.mark.parametrize("first", [[5.0], [4.0, 5.0]], ids=["one position", "two"])
+def test_a_position_counts_once_and_not_before_its_token_is_known(first: list[float]) -> None:
+    """The second value of a position is another one: another token was sampled there, or the device rounds otherwise."""
+    [rule] = planned(stop(RISK)).rules
+    number, above, _ = rule.bounds[0]
+    positions = [*range(21 - len(first), 21)]
+    failing = positions, [above - one for one in first]
+    holding = [20], [above + 1.0]
+    again, counted = Watch([rule]), Watch([rule])
+    assert not again.look({number: failing}, 20) and again.look({number: holding}, 21)[0].position == 20
+    assert not counted.look({number: failing}, 21) and not counted.look({number: holding}, 21)
+
+
 def test_flags_of_an_answer() -> None:
     fired = [Fired("flag", "saesteer.edits[1]", 4), ["stop", "saesteer.edits[0]", 6]]
     assert flags(fired, 7) == [
