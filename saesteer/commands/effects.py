@@ -6,7 +6,8 @@ greedy, as the documentation's are, so the numbers repeat. Of an answer that is 
 A word w counts ``k(d)`` of the answers at dose d. Its share there is taken together with that of the doses next to d,
 ``s(d) = (2 k(d) + k(d−) + k(d+)) / (2 n(d) + n(d−) + n(d+))``, as a word that comes at one dose alone is chance. It is
 the feature's if s is RISE times the share of the answers without it, under other clamps or none, that have it. Its best
-dose is the one with the largest s.
+dose is the one with the largest s, the smallest one of equals. The largest of several doses counts for no word: it
+shows where text breaks.
 """
 
 import re
@@ -124,22 +125,25 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
     def counted(texts: Sequence[str]) -> Counter[str]:
         return Counter(one for text in texts for one in {stem[word] for word in _words(text)})
 
-    # The largest of several doses shows where text breaks. What still passes for sound there is seldom worth reading.
-    doses = sorted({one.dose for one in asked if one.dose})
-    loudest = doses[-1] if len(doses) > 1 else None
+    # What still passes for sound at the largest dose is seldom worth reading.
+    doses = {one.dose for one in asked if one.dose}
+    loudest = max(doses) if len(doses) > 1 else None
     found: dict[int, list[_At]] = {}
+    breaks: dict[int, float] = {}
     usual, total = Counter[str](), 0
     for answers in sorted(asked, key=lambda one: (one.feature, one.dose)):
         sound = [text for text in answers.texts if is_sound(text)]
-        at = _At(answers.dose, len(answers.texts), len(sound), counted(sound))
-        found.setdefault(answers.feature, []).append(at)
-        if at.dose == loudest:
+        ats = found.setdefault(answers.feature, [])
+        if 2 * len(sound) <= len(answers.texts):
+            breaks.setdefault(answers.feature, answers.dose)
+        if answers.dose == loudest:
             continue
+        at = _At(answers.dose, len(answers.texts), len(sound), counted(sound))
+        ats.append(at)
         usual.update(at.words)
         total += at.sound
     writes: list[tuple[int, int, str, float]] = []  # minus the share, feature, stem, dose
-    for feature, all_ats in found.items():
-        ats = [at for at in all_ats if at.dose != loudest]
+    for feature, ats in found.items():
         own, others = Counter[str](), total - sum(at.sound for at in ats)
         for at in ats:
             own.update(at.words)
@@ -153,11 +157,7 @@ def effects(asked: Sequence[Answers]) -> list[Effect]:
         writers[one] += 1
         if len(kept[feature]) < MOST or writers[one] <= MOST:
             kept[feature].append(Written(spelled[one], dose, -share))
-    return [
-        Effect(feature, next((at.dose for at in ats if 2 * at.sound <= at.answers), None), tuple(kept[feature]))
-        for feature, ats in found.items()
-        if feature >= 0
-    ]
+    return [Effect(feature, breaks.get(feature), tuple(kept[feature])) for feature in found if feature >= 0]
 
 
 def _best(ats: Sequence[_At], stem: str) -> tuple[float, float]:
