@@ -46,7 +46,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not long and not network" --runs tests/slow_runs.jsonl $(if $(UNTIL),--until $(UNTIL)) $(FILES)
+	$(BIN)/python -m pytest -m "slow and not long and not network" --runs tests/slow_runs.jsonl $(if $(UNTIL),--until $(UNTIL)) $(if $(FIRST),--first $(FIRST)) $(FILES)
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "long and not network and not vision"
@@ -155,9 +155,10 @@ bench-modes:
 # The same, of what a user sees: lengths of answers, and requests at a time; each line takes up to 9 minutes.
 SWEEP = $(PYTHON) -m bench.modes --way llm --out $(RESULTS) $(GIVEN) --share 2 --prompts 16 --modes idle named
 bench-sweeps:
-	$(SWEEP) --tokens 256 64 1024 --concurrency 16 1 4 64 256 --rounds 4
+	$(SWEEP) --tokens 256 64 1024 --concurrency 16 1 4 64 --rounds 4
+	$(SWEEP) --concurrency 256 --rounds 4
 	$(SWEEP) --tokens 256 64 --eager --rounds 4
-	$(SWEEP) --model gemma-3-27b --tokens 256 64 1024
+	$(SWEEP) --model gemma-3-27b --tokens 256 64
 	$(PYTHON) -m bench.plot --results $(RESULTS)
 
 # Other systems, as far as they are installed beside vLLM; ANY=--any-vllm tries those that pin another vLLM.

@@ -135,9 +135,10 @@ class Bench:
         self.given = given
         self.running = running
         # By requests at a time and tokens of an answer: of either list the first goes with all of the other.
-        (at_once, tokens), sizes = (given.concurrency[0], given.tokens[0]), [*product(given.concurrency, given.tokens)]
         self.runs: dict[tuple[int, int], list[Run]] = {
-            size: [] for size in sizes if size[0] == at_once or size[1] == tokens
+            (at_once, tokens): []
+            for at_once, tokens in product(given.concurrency, given.tokens)
+            if at_once == given.concurrency[0] or tokens == given.tokens[0]
         }
         self._seed = 0
         self._had: set[str] = set()  # the engines that have had its prompts
