@@ -35,7 +35,7 @@ class Runs:
 
     def place(self, name: str) -> int:
         """Where a file stands: what has to run is 0, and then come the days of the last runs."""
-        return round(self.unchanged[name] // 86400) if name in self.unchanged else 0
+        return self.unchanged.get(name, 0) // 86400
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add what a test took, and store the row of a file whose last test has ended."""
@@ -45,16 +45,12 @@ class Runs:
             self._failed.add(name)
         if report.passed and report.when == "call":
             self._passed.add(name)
-        self._to_run[name] -= report.when == "teardown"
-        if (
-            self._append
-            and not self._to_run[name]
-            and name in self._passed - self._failed
-            and report.when == "teardown"
-        ):
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-            )
+        if report.when != "teardown":
+            return
+        self._to_run[name] -= 1
+        if self._append and not self._to_run[name] and name in self._passed - self._failed:
+            ask = ["git", "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(ask, capture_output=True, text=True, check=False)
             row = {"file": name, "at": round(time.time()), "commit": commit.stdout.strip()}
             row |= {"seconds": round(self._seconds[name], 1), "reach": self._reach[name]}
             with self._path.open("a") as file:

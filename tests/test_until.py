@@ -1,4 +1,4 @@
-"""Tests that a run does not reach are named; more than one in twenty of those that have to run are a failure."""
+"""Tests that a run does not reach are named, and fail it if they are nine in ten of those that have to run."""
 
 import subprocess
 import sys
@@ -17,14 +17,15 @@ ROOT = Path(__file__).parents[1]
     [
         (0, 0, pytest.ExitCode.OK, pytest.ExitCode.OK),
         (179, 0, pytest.ExitCode.OK, pytest.ExitCode.OK),
-        (181, 0, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
-        (195, 100, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
-        (185, 100, pytest.ExitCode.OK, pytest.ExitCode.OK),
+        (180, 0, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
+        (190, 100, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
+        (189, 100, pytest.ExitCode.OK, pytest.ExitCode.OK),
         (200, 200, pytest.ExitCode.OK, pytest.ExitCode.OK),
-        (181, 0, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERRUPTED),
+        (200, 0, pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
+        (180, 0, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERRUPTED),
     ],
 )
-def test_some_of_those_that_have_to_run_may_be_left(
+def test_fewer_than_nine_in_ten_may_be_left(
     monkeypatch: pytest.MonkeyPatch, left: int, spared: int, before: pytest.ExitCode, after: pytest.ExitCode
 ) -> None:
     monkeypatch.setattr(conftest, "_left", [str(n) for n in range(left)])

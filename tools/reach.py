@@ -17,11 +17,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ALWAYS = {
-    "pyproject.toml",
-    ".ci/run",
-    "saesteer/__init__.py",
-}  # what is installed, how tests run, what is always imported
+ALWAYS = {"pyproject.toml", ".ci/run", "saesteer/__init__.py"}  # what is installed, how tests run, what is imported
 DOTTED = re.compile(r"\b(?:saesteer|tests|bench|tools)(?:\.\w+)+")
 COMMAND = "'-m' 'saesteer'"
 WITHOUT = {("tests/forks.py", "IMPORTED"), ("tools/reach.py", "Reach")}  # name what only others use, who name it too
@@ -143,9 +139,8 @@ class Reach:
             module, _, name = module.rpartition(".")  # of a class in a module
         if module in self.modules:
             yield self.modules[module], name
-        while "." in (
-            module := module.rpartition(".")[0]
-        ):  # the packages around it; saesteer's imports nothing by itself
+        # The packages around it; saesteer's own imports nothing by itself.
+        while "." in (module := module.rpartition(".")[0]):
             if module in self.modules:
                 yield self.modules[module], ALL
 
