@@ -328,7 +328,7 @@ def test_rules_fire_where_a_plain_loop_says(
 
 @pytest.mark.parametrize("first", [[5.0], [4.0, 5.0]], ids=["one position", "two"])
 def test_a_position_counts_once_and_not_before_its_token_is_known(first: list[float]) -> None:
-    """The second value of a position is another one: another token was sampled there, or the device rounds otherwise."""
+    """The second value of a position is another one: a token that was sampled anew, or other rounding."""
     [rule] = planned(stop(RISK)).rules
     number, above, _ = rule.bounds[0]
     positions = [*range(21 - len(first), 21)]
