@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver, process, spawn
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any, NoReturn
@@ -123,6 +123,7 @@ class Fork:
 
 def _become(words: list[str], environment: dict[str, str], log: str, given: str | None) -> None:
     os.setpgid(0, 0)
+    process._parent_process = None  # type: ignore[attr-defined]  # a program of its own: saesteer looks at its parent
     _enter(environment | {GROUP: str(os.getpid()), LOG: log})
     sys.stdin = io.StringIO(given or "")
     os.execve = _replaced  # type: ignore[assignment]

@@ -259,6 +259,7 @@ def test_the_document_has_every_route_with_examples(server: httpx.Client) -> Non
     others = [
         ("get", results),
         ("delete", results),
+        ("get", "/v1/saesteer"),
         *(("get", f"/v1/saesteer/{n}") for n in ("features", "dictionaries")),
     ]
     default = {(method, "/v1/saesteer/default") for method in ("get", "put", "delete")}
