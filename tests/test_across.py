@@ -15,10 +15,7 @@ from saesteer import hf
 from saesteer.config.assets import Assets
 from saesteer.engine.engine import Engine, Row
 from saesteer.errors import LoadError, SpecError
-from saesteer.language.spec import from_json
 from saesteer.loaders import alone, max_act
-from saesteer.plugin.door.admission import Door
-from saesteer.plugin.door.rows import Fetching
 from tests import tiny
 from tests.formulas import Dict, World
 from tests.loaders import across
@@ -118,33 +115,6 @@ def test_every_composition_means_what_the_definition_says(
 
 def of(layer: int, feature: int = 1, **more: Any) -> dict[str, Any]:
     return {"op": "clamp", "dictionary": "clt", "layer": layer, "feature": feature, "value": 2.0, **more}
-
-
-def test_an_answer_names_every_site(engine: Engine) -> None:
-    assets = Assets.open(engine.config)
-    door = Door("server", engine.config, Fetching(assets.rows, torch.float32))
-    found = door.meaning(from_json({"edits": [of(1)]}), engine.catalog, 5)
-    facts = {"edit": "saesteer.edits[0]", "op": "clamp", "dictionary": "clt", "layer": 1, "feature": 1}
-    assert [one["site"] for one in found.applied] == ["mlp_out.1", "mlp_out.2"]
-    assert all(facts.items() <= one.items() for one in found.applied)
-    assert len({one["version"] for one in found.applied}) == 2, "a version for each decoder row"
-    assert len(found.admitted["vectors"]) == 2
-    assert not (engine.catalog.sites or set()) & {"mlp_out.1"}
-
-
-def test_a_file_that_changes_ends_its_requests(tmp_path: Path) -> None:
-    place = across.circuit_tracer(tmp_path / "clt", CLT, first=1)
-    engine = make_engine(tmp_path, dictionaries={"rect": f"{tmp_path}/rect.safetensors@resid_post.1",
-                                                 "clt": str(place)}, modules={})  # fmt: skip
-    door = Door("server", engine.config, Fetching(Assets.open(engine.config).rows, torch.float32))
-    spec = from_json({"edits": [of(1)]})
-    door.meaning(spec, engine.catalog, 4)
-    file = place / "W_dec_1.safetensors"
-    file.write_bytes(file.read_bytes())
-    for again in (spec, from_json({"edits": [of(1, 2)]})):
-        with pytest.raises(SpecError, match=r"W_dec_1\.safetensors: has changed since the server opened it") as refused:
-            door.meaning(again, engine.catalog, 4)
-        assert (refused.value.field, refused.value.code) == ("saesteer.edits[0].dictionary", "unreadable")
 
 
 def test_the_backend_on_transformers_does_what_hooks_do(tmp_path: Path) -> None:

@@ -14,20 +14,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saesteer.config import row_store
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.dictionaries.coder import RANKED
 from saesteer.engine.engine import Engine
-from saesteer.errors import LoadError, SpecError
+from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.rows import Fetching
 from tests.rows import making
 from tests.small_engine import forward, make_engine
-from tests.small_world import CLAMP, CODERS, HEADS, KINDS, SITES, TOKENS, WHOLE, WIDTH, edits
+from tests.small_world import CLAMP, CODERS, HEADS, KINDS, SITES, TOKENS, WIDTH, edits
 
 # A module of the small world reconstructs by jump.
 SERVED = [name for name, kind in KINDS.items() if kind[0] not in RANKED and name != "jump"]
@@ -59,18 +58,6 @@ def by_rows(folder: Path, whole: Engine) -> Engine:
 @pytest.fixture(scope="module")
 def assets(by_rows: Engine, folder: Path) -> Assets:
     return assets_of(folder)
-
-
-def test_a_dictionary_by_rows_takes_no_memory(whole: Engine, by_rows: Engine) -> None:
-    for site in SITES:
-        here = [
-            name
-            for name, kind in KINDS.items()
-            if kind[3].replace("mlp_in_pregain", "resid_mid").partition(":")[0] == site
-        ]
-        kept = [CODERS[name].info for name in here if name not in SERVED and (name in WHOLE or name == "group")]
-        assert by_rows.sites[site].pool == sum(info.features + info.d_in * info.skip for info in kept)
-        assert by_rows.sites[site].has_norms == whole.sites[site].has_norms
 
 
 @settings(
@@ -132,11 +119,6 @@ def test_what_rows_cannot_do_is_refused(name: str, folder: Path, by_rows: Engine
     assert words in str(refused.value)
 
 
-def test_ranked_dictionaries_are_refused_at_start(folder: Path, by_rows: Engine) -> None:
-    with pytest.raises(LoadError, match=r"top\.safetensors: uses topk, .* loaded whole, as NAME="):
-        assets_of(folder, dictionaries={"top": f"rows:{folder}/top.safetensors@resid_post.1"})
-
-
 def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path: Path) -> None:
     file = tmp_path / "one.safetensors"
     own.write(file, CODERS["jump"])
@@ -167,22 +149,6 @@ def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path
     file.unlink()
     with pytest.raises(SpecError, match="cannot be read any more"):
         door.meaning(spec, catalog, 4)
-
-
-def test_what_is_refused_for_its_size_reads_no_more_rows_than_what_is_served(tmp_path: Path) -> None:
-    file = tmp_path / "one.safetensors"
-    own.write(file, CODERS["jump"])
-    assets = assets_of(tmp_path, dictionaries={"rect": f"rows:{file}@resid_post.1"})
-    catalog = replace(assets.catalog(width=WIDTH, layers=4), max_entries=2)
-    store, read = assets.rows, []
-
-    def row(name: str, feature: int, *_: Any) -> None:
-        read.append(feature)
-
-    store.row = row  # type: ignore[method-assign,assignment]
-    spec = from_json({"edits": [{**CLAMP, "feature": n} for n in (1, 1, 2, 3, 4)]})
-    Fetching(store, torch.float32).prepare(spec, catalog)
-    assert read == [1, 2]
 
 
 def test_equal_rows_share_prefixes_only_if_they_read_alike(tmp_path: Path) -> None:
@@ -229,34 +195,3 @@ def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_
     assert threads != [current_thread()]
     known = {(name, feature) for name, feature, *_ in assets.rows._rows}
     assert known == {("rect", 9), ("rect", 2)}  # the default module has the other one
-
-
-def test_a_store_keeps_recent_rows(folder: Path, by_rows: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_store, "RECENT", 3)
-    store = assets_of(folder).rows
-    first, _, third = (store.row("rect", n, torch.float32) for n in range(3))
-    assert store.row("rect", 0, torch.float32) is first
-    store.row("rect", 3, torch.float32)  # in place of 1
-    assert store.row("rect", 2, torch.float32) is third
-    assert store.row("rect", 0, torch.float32) is first
-    assert store.row("rect", 0, torch.bfloat16) is not first
-
-
-def test_a_file_that_was_let_go_and_has_changed_gives_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_store, "OPENED", 1)
-    for name in ("one", "two"):
-        own.write(tmp_path / f"{name}.safetensors", CODERS["rect"])
-    assets = assets_of(tmp_path, dictionaries={}, dictionary_folder=str(tmp_path))
-    one, two = (f"{name}.safetensors@resid_post.1" for name in ("one", "two"))
-    catalog = assets.catalog(width=WIDTH, layers=4)
-    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
-    spec = from_json({"edits": [{**CLAMP, "dictionary": one}]})
-    meaning = door.meaning(spec, catalog, 4)
-    assert assets.rows[two].features == assets.rows[one].features  # each is opened in place of the other
-    assert door.meaning(spec, catalog, 4) is meaning
-    assert assets.rows[two].features
-    own.write(tmp_path / "one.safetensors", replace(CODERS["rect"], b_enc=CODERS["rect"].b_enc + 1))
-    for again in (spec, from_json({"edits": [{**CLAMP, "dictionary": one, "feature": 5}]})):
-        with pytest.raises(SpecError, match=r"one\.safetensors: has changed since the server opened it") as refused:
-            door.meaning(again, catalog, 4)
-        assert refused.value.field == "saesteer.edits[0].dictionary"

@@ -84,17 +84,6 @@ def test_a_file_that_takes_anothers_place_is_another(
     assert cache.digest_of(file) == sha256(file)
 
 
-def test_a_file_that_changed_a_moment_ago_is_hashed_again(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may change once more in the same tick of the clock: nothing is kept of it."""
-    monkeypatch.setattr(cache, "_SETTLED", 60.0)
-    file = write(tmp_path / "a")
-    assert [cache.digest_of(file) for _ in range(2)] == [sha256(file)] * 2
-    assert read == ["a", "a"]
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
     tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,27 +100,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     assert cache.digest_of(file) == sha256(file)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a": 1}', b"{" + b" " * (2 << 20) + b"}", None],
-    ids=["empty", "cut", "list", "null", "binary", "deep", "number", "huge", "folder"],
-)
-def test_a_broken_cache_costs_time_alone(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
-    file, kept = write(tmp_path / "a"), tmp_path / "cache" / KEPT
-    kept.parent.mkdir()
-    if content is None:
-        kept.mkdir()
-    else:
-        kept.write_bytes(content)
-    assert cache.digest_of(file) == sha256(file)
-    forget(monkeypatch)
-    assert cache.digest_of(file) == sha256(file)
-    assert len(read) == (2 if content is None else 1), "a broken file is replaced, a folder stays"
-    assert os.listdir(kept.parent) == [KEPT]
-
-
 @pytest.mark.parametrize("wrong", ["", "0" * 63, "Z" * 64, "0" * 65, 7, None, ["0" * 64]])
 def test_what_is_no_digest_is_not_taken_for_one(
     tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, wrong: object
@@ -141,22 +109,6 @@ def test_what_is_no_digest_is_not_taken_for_one(
     kept.write_text(json.dumps(dict.fromkeys(json.loads(kept.read_text()), wrong)))
     forget(monkeypatch)
     assert cache.digest_of(file) == sha256(file)
-
-
-def test_a_cache_that_cannot_be_written_costs_time_alone(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = write(tmp_path / "a")
-    monkeypatch.setenv("SAESTEER_CACHE", str(write(tmp_path / "no folder") / "cache"))
-    assert cache.digest_of(file) == sha256(file)
-
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    forget(monkeypatch)
-    monkeypatch.setattr(cache, "cache_dir", nowhere)
-    assert cache.digest_of(file) == sha256(file)
-    assert read == ["a", "a"]
 
 
 def test_the_cache_is_bounded_and_keeps_the_newest(

@@ -10,9 +10,6 @@ from numpy.typing import NDArray
 
 from saesteer.engine import doses
 from saesteer.kernels import layout
-from saesteer.language.spec import from_json
-from saesteer.planning.plan import Catalog
-from saesteer.planning.planner import plan
 
 Rows = list[list[tuple[float, bool]]]  # of each site the doses of its tokens, and whether they were above the limit
 
@@ -39,25 +36,6 @@ def words(counts: list[int], sites: Rows) -> NDArray[np.int32]:
         blocks[site, layout.DOSE_TOKENS] = len(found)
         blocks[site, layout.DOSE_LIMITED] = sum(above for _, above in found)
     return np.concatenate([np.array(counts, dtype=np.int32), blocks.reshape(-1)])
-
-
-def same(one: NDArray[np.int32], two: NDArray[np.int32], edits: int) -> None:
-    """Sums of floats depend on the order in their last digits; all else is exact."""
-    place = np.arange(len(one))
-    sums = (place >= edits) & ((place - edits) % layout.DOSE_WORDS == layout.DOSE_SUM)
-    assert np.array_equal(one[~sums], two[~sums])
-    np.testing.assert_allclose(one[sums].view(np.float32), two[sums].view(np.float32), rtol=1e-6)
-
-
-@given(requests())
-def test_the_order_of_rows_means_nothing(request: tuple[int, list[tuple[list[int], Rows]]]) -> None:
-    edits, rows = request
-    a, b, c = (words(*row) for row in rows)
-    before = [one.copy() for one in (a, b, c)]
-    same(doses.merge(doses.merge(a, b, edits), c, edits), doses.merge(a, doses.merge(b, c, edits), edits), edits)
-    assert np.array_equal(doses.merge(a, b, edits), doses.merge(b, a, edits))
-    assert np.array_equal(doses.merge(a, np.zeros_like(a), edits), a)
-    assert all(np.array_equal(one, two) for one, two in zip(before, (a, b, c), strict=True)), "an argument has changed"
 
 
 @given(requests(rows=2), st.integers(0, 9), st.booleans())
@@ -92,14 +70,3 @@ def test_numbers_have_four_digits() -> None:
         {"site": "resid_mid.4", "max": None, "mean": None, "tokens": 0},
     ]
     assert doses.report(counters[:5], 1, ["resid_post.3"], limited=True)[0]["tokens_limited"] == 1
-
-
-def test_measured_sites_stand_in_the_order_of_a_pass() -> None:
-    """A condition changes nothing, so the site where it is read has no dose."""
-    catalog = Catalog(dictionaries={}, sites=None, max_entries=64)
-
-    def add(site: str) -> dict[str, object]:
-        return {"op": "add", "vector": [1.0, 2.0], "site": site}
-
-    spec = from_json({"edits": [add("resid_post.10"), add("resid_mid.9"), add("resid_post.2"), add("resid_pre.11")]})
-    assert doses.sites_of(plan(spec, catalog, 8), catalog) == ("resid_post.2", "resid_mid.9", "resid_post.10")

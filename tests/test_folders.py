@@ -12,7 +12,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.language.spec import from_json
-from saesteer.loaders.folder import listed, sets_in
+from saesteer.loaders.folder import sets_in
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
 from saesteer.plugin.door.admission import Door
@@ -48,13 +48,6 @@ NAMES = [
     "gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_7",
     "narrow/gemma-scope-2b-pt-res/layer_1/w/l",
 ]
-
-
-def test_a_folder_is_listed_by_paths(tree: Path) -> None:
-    assert list(listed(tree)) == NAMES
-    assert list(listed(tree / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_7")) == ["params.npz"]
-    with pytest.raises(LoadError, match="no such folder; expected a folder with dictionaries"):
-        listed(tree / "nothing")
 
 
 FROM_FOLDER: dict[str, tuple[str, str, str, str]] = {
@@ -159,27 +152,6 @@ def test_what_a_set_below_a_folder_does_not_have_is_refused(name: str, tree: Pat
     assert words in str(refused.value)
 
 
-def test_layers_of_a_set_below_a_folder_are_alike(tmp_path: Path) -> None:
-    for layer, width in ((0, WIDTH), (1, 12)):
-        arrays = writers.raw(d_in=width, d_out=width)
-        writers.gemma_scope(tmp_path / SET / f"layer_{layer}" / "width_16k" / "average_l0_7", arrays)
-        writers.gemma_scope(tmp_path / "unsaid" / f"layer_{layer}", arrays)
-    for layer in (3, 5):
-        weights = writers.raw(d_in=WIDTH, d_out=WIDTH)
-        cfg = writers.saelens_cfg("jumprelu", d_in=WIDTH, d_sae=len(weights["W_dec"]))
-        writers.saelens(tmp_path / "elsewhere" / f"layer_{layer}", cfg, weights)
-    store = Assets.open(SaesteerConfig.from_json({"dictionary_folder": str(tmp_path)})).rows
-    assert store.sets == {SET: (0, 1), "unsaid": (0, 1), "elsewhere": (3, 5)}
-    assert store[f"{SET}@0"].d_in == WIDTH
-    with pytest.raises(LoadError, match=rf"layer_1.*width of the input: 12; expected {WIDTH}, as at layer 0"):
-        store[f"{SET}@1"]
-    with pytest.raises(ConfigError, match=r"dictionary 'unsaid/layer_1': the files in .* do not say where they belong"):
-        store["unsaid@1"]
-    assert store["elsewhere@3"].site_in == "resid_post.3"
-    with pytest.raises(LoadError, match=r"layer_5: site: resid_post\.3; expected layer 5, as its path says, or to be"):
-        store["elsewhere@5"]
-
-
 def test_clients_cannot_keep_everything_open(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_store, "OPENED", 2)
     own_one = {"it": f"rows:{tree}/{NAMES[2]}@resid_post.1"}
@@ -190,15 +162,6 @@ def test_clients_cannot_keep_everything_open(tree: Path, monkeypatch: pytest.Mon
         assert store[f"{NAMES[2]}@resid_post.{layer}"].site_in == f"resid_post.{layer}"
     assert list(store._opened) == ["it", f"{NAMES[2]}@resid_post.7", f"{NAMES[2]}@resid_post.8"]
     assert store["it"] is first
-
-
-def test_a_module_may_name_a_dictionary_of_a_folder(tree: Path) -> None:
-    told = {"dictionary_folder": str(tree), "sites": ["resid_post.1"]}
-    module = {"edits": [{**CLAMP, "dictionary": NAMES[3]}]}
-    Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": module}})).catalog(width=WIDTH, layers=4)
-    wrong = {"edits": [{**CLAMP, "dictionary": NAMES[4]}]}
-    with pytest.raises(ConfigError, match=r"module 'm': .*--sites resid_post\.3"):
-        Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": wrong}})).catalog(width=WIDTH, layers=4)
 
 
 def test_what_cannot_be_opened_is_not_opened_again_until_it_changes(

@@ -1,6 +1,5 @@
 """Specs of every kind through plan, tables and op at several sites, against tests/formulas.py."""
 
-from base64 import b64encode
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from saesteer.engine.doses import sites_of
 from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.kernels import layout
-from saesteer.language.sites import parse
 from saesteer.language.spec import from_json
 from saesteer.planning.planner import plan
 from tests.formulas import flat
@@ -194,34 +192,6 @@ def test_many_conditions_share_and_reuse_their_bits(engine: Engine) -> None:
     ]
     assert len(gated) == 32
     check(engine, {"edits": gated}, 5)
-
-
-def test_rows_that_bring_vectors_share_slots_and_give_them_back(engine: Engine) -> None:
-    spec = {"edits": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1"}]}
-    other = {"edits": [{"op": "add", "vector": INLINE[0], "site": "resid_mid.1", "scale": 2.0}]}
-    x = torch.randn(2 * TOKENS, WIDTH)
-    out = forward(engine, [spec, spec], 4, x)
-    pool = engine.registry._pools["resid_mid.1"]
-    assert len(pool) == 1, "equal vectors lie in one slot"
-    forward(engine, [spec, other], 4, x)
-    assert len(pool) == 1, "whatever is done with them"
-    torch.testing.assert_close(out, forward(engine, [spec, spec], 4, x))
-    forward(engine, [None, None], 4, x)
-    assert len(pool) == 0
-    for n in range(50):  # more than there are slots
-        vector = np.eye(WIDTH)[n % WIDTH] + n
-        check(engine, {"edits": [{"op": "add", "vector": vector.tolist(), "site": "resid_mid.1"}]}, 4)
-
-
-def test_a_set_of_vectors_is_looked_up_once_for_all_sites(engine: Engine) -> None:
-    layers = [parse(site)[1] for site in SITES if site.startswith("resid_post")]
-    rows = np.random.default_rng(0).standard_normal((len(layers), WIDTH)).astype("<f4")
-    wire = {"dtype": "float32", "shape": list(rows.shape), "layers": layers, "data": b64encode(rows.tobytes()).decode()}
-    spec = {"edits": [{"op": "add", "vector": wire, "site": "resid_post"}]}
-    made = [row_of(engine, spec, 4) for _ in range(2)]  # the second time of another object, with the same digests
-    arrows = [[arrow for _, arrow in row.uses] for row in made if row is not None]
-    assert len(arrows) == 2 and len(arrows[0]) == len(layers) > 1
-    assert all(one is other for one, other in zip(*arrows, strict=True)), "decoded once"
 
 
 def test_a_site_that_nobody_edits_asks_for_no_kernel(engine: Engine) -> None:

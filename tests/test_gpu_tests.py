@@ -37,21 +37,6 @@ def row(file: str, at: int, *, whole: bool = True) -> dict[str, Any]:
     return {"file": file, "at": at, "whole": whole}
 
 
-def test_what_never_ran_to_its_end_comes_first_then_the_oldest() -> None:
-    stored = [row("a", 1), row("b", 2), row("c", 3, whole=False), row("a", 4)]
-    assert gpu_tests.in_order(["a", "b", "c", "d"], stored) == ["c", "d", "b", "a"]
-
-
-def test_files_of_kernels_and_engines_are_candidates() -> None:
-    found = gpu_tests.candidates(ROOT)
-    assert {"tests/kernels/test_edit.py", "tests/plugin/test_reads.py", "tests/bench/test_steps.py"} <= {*found}
-    assert "tests/plugin/test_counts.py" not in found, "it starts no engine"
-    assert gpu_tests.candidates(ROOT, ["test_graph_bits", "border"]) == [
-        "tests/kernels/test_border.py",
-        "tests/plugin/test_graph_bits.py",
-    ]
-
-
 def test_a_file_is_run_and_what_it_said_is_noted(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (elsewhere / "test_mixed.py").write_text(MIXED)
     monkeypatch.setattr(gpu_tests, "ENDING", 0.0)
@@ -59,14 +44,6 @@ def test_a_file_is_run_and_what_it_said_is_noted(elsewhere: Path, monkeypatch: p
     wrong = [name.rpartition("::")[2] for name in found["wrong"]]
     assert (found["passed"], wrong, found["left"], found["whole"]) == (2, ["test_four", "test_two[a b]"], 0, True)
     assert any("assert 'a b' == 'c'" in line for line in told)
-
-
-def test_what_is_not_reached_is_told(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call begins with such a file."""
-    (elsewhere / "test_late.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
-    monkeypatch.setattr(gpu_tests, "ENDING", 1000.0)
-    found, _ = gpu_tests.run(str(elsewhere / "test_late.py"), 120)
-    assert (found["passed"], found["wrong"], found["left"], found["whole"]) == (0, [], 2, False)
 
 
 def test_rows_are_added_to_those_stored(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +90,3 @@ def test_parts_are_run_side_by_side_each_on_a_card(monkeypatch: pytest.MonkeyPat
     assert sorted(part for name, part, _ in began if name == names[0]) == ["1/4", "2/4", "3/4", "4/4"]
     found = {row["file"]: (row["passed"], row["wrong"], row["whole"]) for row in told}
     assert found == {names[0]: (8, ["it"], True), names[1]: (2, [], True), names[2]: (2, [], True)}
-
-
-def test_parts_are_all_of_a_file_and_none_twice(elsewhere: Path) -> None:
-    (elsewhere / "test_ten.py").write_text("".join(f"def test_{n}(): pass\n" for n in range(10)))
-    rows = [gpu_tests.run(str(elsewhere / "test_ten.py"), 120, "--part", f"{n}/3")[0] for n in (1, 2, 3)]
-    assert [row["passed"] for row in rows] == [3, 3, 4]
-
-
-def test_files_that_need_two_cards_are_known() -> None:
-    found = [name for name in gpu_tests.candidates(ROOT) if gpu_tests.needs_several(ROOT, name)]
-    assert "tests/plugin/test_ranks.py" in found and "tests/plugin/test_reads.py" not in found

@@ -10,7 +10,6 @@ import torch
 
 from saesteer import hf
 from saesteer.commands.reading import tokens_of
-from saesteer.dictionaries.active import strongest
 from saesteer.errors import ConfigError
 from saesteer.loaders.formats import own
 from tests import small_world
@@ -76,13 +75,6 @@ def test_no_more_tokens_than_the_models_context(model: hf.Model) -> None:
         model.generate([5] * 62, max_tokens=3)
 
 
-def test_no_more_tokens_than_memory_was_made_for(model: hf.Model) -> None:
-    short = hf.Model(model.model, sites=["resid_post.0"], max_tokens=16)
-    assert short.engine.captures.max_tokens == 16 and len(short.logits([5] * 16)) == 16
-    with refused("got 17 tokens, expected at most 16, max_tokens"):
-        short.logits([5] * 17)
-
-
 def test_a_message_needs_a_chat_template(model: hf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     for call, what in ((model.chat_ids, "a message"), (model.encode, "text")):
         with refused(f"this model was given without a tokenizer, expected token ids instead of {what}"):
@@ -111,13 +103,6 @@ def test_features_are_those_that_a_read_has(model: hf.Model, name: str) -> None:
     assert any(one.value < 0 for here in found for one in here) == (name == "abs")
     with refused("top_k: got -1, expected 0 or more"):
         model.features(IDS, name, top_k=-1)
-
-
-def test_ties_go_to_the_lowest_feature() -> None:
-    f = torch.tensor([[1.0, 0.0, -3.0, 3.0, 1.0, -1.0, *[0.0] * (small_world.FEATURES - 6)]])
-    for top_k, expected in ((2, [2, 3]), (4, [2, 3, 0, 4]), (9, [2, 3, 0, 4, 5])):
-        [found] = strongest(small_world.CODERS["abs"].info, f, ["x"], top_k)
-        assert [one.feature for one in found] == expected
 
 
 def test_a_dictionary_is_where_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

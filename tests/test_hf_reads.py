@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from saesteer import hf
-from saesteer.errors import ConfigError, SpecError
+from saesteer.errors import SpecError
 from saesteer.loaders.formats import own
 from tests import small_world
 from tests.entries import tensor as numbers_of
@@ -41,14 +40,6 @@ def test_activations_before_and_after_the_edits(model: hf.Model) -> None:
     torch.testing.assert_close((tensor(after) - tensor(before))[1:], (3 * V).expand(len(IDS) - 1, -1))
     assert torch.equal(tensor(after)[0], tensor(before)[0]), "position 0 is not edited"
     torch.testing.assert_close(tensor(mid), model.streams(IDS, steer=[ADD])["resid_mid.2"])
-
-
-def test_a_default_module_that_names_a_part_of_the_answer_is_refused_at_once(tmp_path: Path) -> None:
-    module = {"edits": [{**ADD, "scope": {"part": "answer"}}]}
-    made_with(tmp_path, modules={"m": module})
-    told = r"^module 'm': saesteer\.edits\[0\]\.scope\.part: names a part .*--reasoning-parser$"
-    with pytest.raises(ConfigError, match=told):
-        made_with(tmp_path, modules={"m": module}, default_module="m")
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "last"])
@@ -132,13 +123,6 @@ def test_hidden_states_are_what_the_head_multiplies(model: hf.Model) -> None:
     torch.testing.assert_close(tensor(some), expected[2:4])
 
 
-def test_nothing_is_read_unless_asked_for(model: hf.Model) -> None:
-    assert model.read(IDS, steer=[ADD]) == {}
-    plain = model.logits(IDS)
-    model.read(IDS, steer={"return": {"hidden": True}})
-    assert torch.equal(model.logits(IDS), plain), "a read changes nothing"
-
-
 def test_refusals_are_those_of_a_server_and_there_are_no_handles(model: hf.Model) -> None:
     for wanted, field in [
         ({"probes": ["nobody"]}, "probes[0].probe"),
@@ -147,36 +131,6 @@ def test_refusals_are_those_of_a_server_and_there_are_no_handles(model: hf.Model
         with pytest.raises(SpecError) as caught:
             model.read(IDS, steer={"return": wanted})
         assert caught.value.field == f"saesteer.return.{field}"
-
-
-@pytest.mark.slow
-def test_an_engine_answers_the_same(tmp_path: Path) -> None:
-    from saesteer.commands.embedded import DICTIONARIES, engine_options, ensure_model
-    from saesteer.plugin.job import Batch, run
-
-    place, site = str(ensure_model()), "resid_post.20"
-    save_file({"layer.12": torch.randn(576), "bias": torch.tensor([0.5])}, tmp_path / "probe.safetensors")
-    vectors = {"probe": str(tmp_path / "probe.safetensors")}
-    dictionaries = {name: {"path": str(file)} for name, file in DICTIONARIES.items()}
-    clamp = {"op": "clamp", "dictionary": "demo", "feature": 3497, "value": 8.0}
-    spec = {
-        "edits": [clamp],
-        "return": {
-            "features": [{"dictionary": name, "scope": {}, "features": [1, 3497]} for name in DICTIONARIES],
-            "probes": [{"probe": "probe", "scope": {"skip_first": 3}}],
-            "activations": [{"site": site}, {"site": site, "at": "after", "reduce": "mean"}],
-            "hidden": True,
-        },
-    }
-    options = {**engine_options(), "reads": [site], "vectors": vectors}
-    batch = Batch(["The bridge over the bay."], [spec], max_tokens=6, ignore_eos=True)
-    [[answer]] = run(place, [batch], dictionaries=dictionaries, options=options)
-    inputs = answer.prompt_ids + answer.ids[:-1]  # the last token never was one
-    oracle = hf.Model(place, dictionaries=dictionaries, vectors=vectors, reads=[site])
-    expected = oracle.read(inputs, steer=spec, prompt_len=len(answer.prompt_ids))
-    assert expected.keys() == {"features", "probes", "activations", "hidden"}
-    for word, entries in expected.items():
-        assert_alike(answer.saesteer[word], entries)
 
 
 def assert_alike(found: Any, expected: Any) -> None:

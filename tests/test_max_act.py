@@ -129,21 +129,3 @@ def test_an_answer_reports_the_value_of_each_clamp_in_both_units(tmp_path: Path)
         {"edit": "saesteer.edits[5]", "feature": 5, "mode": "max", "value": 2.0, "unit": "raw",
          "times_max_act": 2.0 / five, "max_act": five, **by},
     ]  # fmt: skip
-
-
-def test_many_clamps_have_each_their_own_value(tmp_path: Path) -> None:
-    written(tmp_path / "d.safetensors", "file")
-    values = load(tmp_path / "d.safetensors").max_act
-    assert values is not None
-    found = told(tmp_path, *(clamp(n, float(n), unit="max_act") for n in range(8)))
-    assert [one["value"] for one in found] == [one["times_max_act"] for one in found] == [float(n) for n in range(8)]
-    assert [one["max_act"] for one in found] == values[:8].tolist() and {one["max_act_by"] for one in found} == {"file"}
-    assert [one["edit"] for one in found] == [f"saesteer.edits[{n}]" for n in range(8)]
-
-
-def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
-    written(tmp_path / "d.safetensors", "labels")
-    [gap] = told(tmp_path, clamp(5, 1.0))
-    assert gap == {"edit": "saesteer.edits[0]", "feature": 5, "mode": "set", "value": 1.0, "unit": "raw"}
-    [read] = told(tmp_path, clamp(3, {"dictionary": "d", "feature": 2, "slope": 0.5}, mode="add"))
-    assert read == {"edit": "saesteer.edits[0]", "feature": 3}, "a strength that is read"

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from saesteer.config.config import SaesteerConfig
-from saesteer.config.sources import DictionarySource
 from saesteer.engine.engine import Engine
 from saesteer.errors import ConfigError
-from tests.one_site import FEATURES, TOKENS, WIDTH, make_engine
+from tests.one_site import TOKENS, WIDTH, make_engine
 from tests.rows import row_of
 
 
@@ -48,20 +47,6 @@ def test_a_row_is_empty_after_its_request(engine: Engine) -> None:
     assert int(engine.work[0, 0]) == 0
 
 
-def test_five_thousand_specs_leave_the_tables_as_they_were(engine: Engine) -> None:
-    before = engine.table.data_ptr(), engine.table.shape
-    for n in range(5000):
-        clamp = {"op": "clamp", "dictionary": "rect", "feature": n % FEATURES, "value": float(n + 1)}
-        engine.fill(1 + n % 4, row_of(engine, {"edits": [clamp]}, 5))
-        if n % 3 == 0:
-            engine.flush()
-    for row in range(1, 5):
-        engine.fill(row, None)
-    engine.flush()
-    assert (engine.table.data_ptr(), engine.table.shape) == before
-    assert not engine.table[:, 0].any()
-
-
 @pytest.mark.parametrize(
     ("sites", "options", "message"),
     [
@@ -92,10 +77,3 @@ def test_what_does_not_fit_the_model_is_refused_at_start(
 def test_a_wrong_configuration_is_refused(raw: Any) -> None:
     with pytest.raises(ConfigError):
         SaesteerConfig.from_json(raw)
-
-
-def test_the_configuration_round_trips() -> None:
-    source = DictionarySource.from_argument("org/repo/x@resid_mid.3")
-    config = SaesteerConfig({"a": source}, ("resid_post.1",), max_edits=7)
-    assert SaesteerConfig.from_json(config.to_json()) == config
-    assert config.dictionaries["a"] == DictionarySource("org/repo/x", "resid_mid.3")

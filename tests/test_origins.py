@@ -1,6 +1,5 @@
 """Which dictionaries belong to the served model, and by which addresses they can be named, from files to a request."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +7,10 @@ from typing import Any
 import pytest
 
 from saesteer import clamp, describe, hf, load
-from saesteer.commands import reading
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.origins import fit
-from saesteer.config.settings import read_settings
-from saesteer.errors import ConfigError, LoadError, SpecError
+from saesteer.errors import ConfigError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders.formats import own
 from saesteer.loaders.neuronpedia import sources_at
@@ -113,14 +110,6 @@ def test_the_operator_declares_an_address_by_the_name(tmp_path: Path) -> None:
     assert "dictionaries by name: d" in str(caught.value)
 
 
-def test_a_module_may_use_an_address(tmp_path: Path) -> None:
-    place = saelens(tmp_path / "a", neuronpedia_id=ADDRESS)
-    known = catalog(place, "google/gemma-2-2b", modules={"m": {"edits": [CLAMP]}})
-    assert plan(from_json({"edits": [{"op": "use", "module": "m"}]}), known, 9).groups
-    with pytest.raises(ConfigError, match=r"module 'm': saesteer\.edits\[0\]\.dictionary: got 'np:a/b'"):
-        catalog(place, "google/gemma-2-2b", modules={"m": {"edits": [CLAMP | {"feature": "a/b/3"}]}})
-
-
 def test_transformers_take_addresses(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -202,18 +191,6 @@ def test_a_dictionary_of_another_model_below_a_folder_is_refused_in_the_request(
     assert "trained_on" not in clamped(below(folder, None), alias)
 
 
-def test_servers_of_two_models_may_share_a_folder(folder: Path) -> None:
-    told = {"dictionary_folder": str(folder), "sites": ["resid_post.3"]}
-    assets = Assets.open(SaesteerConfig.from_json(told))
-    models = "google/gemma-2-2b", "google/gemma-2-9b"
-    small, large = (assets.catalog(width=writers.D, layers=30, model=served) for served in models)
-    for known, right, wrong in ((small, "gemma-2-2b", "gemma-2-9b"), (large, "gemma-2-9b", "gemma-2-2b")):
-        assert clamped(known, right)
-        assert clamped(known, "somebody"), "nothing is known about it, so it is served as ever"
-        with pytest.raises(SpecError, match=f"was trained on {wrong}"):
-            clamped(known, wrong)
-
-
 @pytest.mark.parametrize("site", ["resid_post.5", "resid_post.5:resid_post.5", "resid_post.3:resid_post.5"])
 def test_a_client_may_not_move_a_dictionary(site: str, folder: Path) -> None:
     with pytest.raises(SpecError, match=r"is of resid_post\.3, as its files have it; got resid_post\.5") as caught:
@@ -228,49 +205,3 @@ def test_a_site_that_a_file_has_may_be_named_and_an_empty_one_may_not(folder: Pa
     with pytest.raises(SpecError, match=r"got 'gemma-2-2b@' \(did you mean 'gemma-2-2b'\?\), expected") as caught:
         clamped(known, "gemma-2-2b@")
     assert caught.value.code == "unknown_name"
-
-
-def test_commands_that_read_take_any_dictionary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def run(place: str, batches: Any, *, dictionaries: Any, options: dict[str, Any], verbose: bool) -> Any:
-        asked.update(options)
-        return [[]]
-
-    monkeypatch.setattr(reading, "run", run)
-    place = saelens(tmp_path / "a", model="gemma-2-9b-it", neuronpedia_id=ADDRESS)
-    reading.read("m", SaesteerConfig.from_json({"dictionaries": {"d": str(place)}}), {}, [[1, 2]], {})
-    assert asked["dictionaries_of"] == ["gemma-2-2b", "gemma-2-9b-it"]
-
-
-def test_a_source_without_a_row_in_the_table(tmp_path: Path) -> None:
-    row = {"modelId": "m", "id": "7-new", "hfRepoId": "org/repo", "hfFolderId": "layer_7", "saelensRelease": None}
-    file = tmp_path / "source.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    for place in (f"np:{file}", f"np:{tmp_path}"):
-        [found] = sources_at(place)
-        assert (found.place, found.model, found.address) == ("org/repo/layer_7", "m", "m/7-new")
-    file.write_text(json.dumps(row | {"hfFolderId": None}))
-    assert sources_at(f"np:{file}")[0].place == "org/repo"
-    for change, words in (
-        ({"hfRepoId": None}, "hfRepoId: 'None'; expected a text"),
-        ({"id": 7}, "id: '7'; expected a text"),
-        ({"hfRepoId": "../etc"}, "expected org/repo and a folder"),
-        ({"hfFolderId": "../../x"}, "expected org/repo and a folder"),
-        ({"id": "a/b"}, "expected org/repo and a folder"),
-    ):
-        file.write_text(json.dumps(row | change))
-        with pytest.raises(LoadError, match=words):
-            sources_at(f"np:{file}")
-    for text in ("", "[]", "{" * 10**6, '{"a": 1}\n{"a": 2}'):
-        file.write_text(text)
-        with pytest.raises(LoadError, match=r"source\.jsonl"):
-            sources_at(f"np:{file}")
-
-
-def test_an_address_is_its_own_name_on_the_command_line() -> None:
-    config = read_settings([f"np:{ADDRESS}", f"rows:np:{ADDRESS}x@resid_post.3", "gs=org/repo"])
-    assert list(config.dictionaries) == [f"np:{ADDRESS}", f"np:{ADDRESS}x", "gs"]
-    second = config.dictionaries[f"np:{ADDRESS}x"]
-    assert (second.path, second.site, second.rows) == (f"np:{ADDRESS}x", "resid_post.3", True)
-    assert read_settings(dictionaries_of=["a,b", "c"]).dictionaries_of == ("a", "b", "c")

@@ -63,12 +63,6 @@ def test_an_array_is_the_vector_of_its_numbers(make: Any, array: Any) -> None:
     assert from_json({"edits": [{**edit.to_json(), "vector": array}]}) == again
 
 
-def test_an_array_may_be_wider_than_a_list() -> None:
-    """As the streams of large models are."""
-    edit = saesteer.add(np.ones(16_384), "resid_post.1")
-    assert rows_of(edit.vector)[None].shape == (16_384,)  # type: ignore[arg-type]  # it is no name
-
-
 @pytest.mark.parametrize(
     ("array", "told"),
     [

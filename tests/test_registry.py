@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.vectors import from_inline
-from saesteer.engine import registry
 from saesteer.engine.pool import Pool
 from saesteer.engine.registry import KEPT, Gone, Held, Registry
 from saesteer.engine.table import Row
@@ -163,45 +162,6 @@ def test_a_row_reads_what_it_asked_for_whatever_changes(steps: list[tuple[int, A
     assert not any(map(len, memory.registry._pools.values())) and not memory.registry._rows
 
 
-def test_what_a_row_reads_is_not_overwritten_and_then_is() -> None:
-    memory = Memory()
-    memory.change([(A, n) for n in range(SIZE)])
-    memory.fill(0, [(A, 0)])
-    memory.change((), [(A, 0)])
-    with pytest.raises(RegistryError, match=r"1 more slots .* 0 of 4 are free; start the server with --pool-rows 5"):
-        memory.change([(A, 8)])
-    memory.check()
-    assert memory.registry.usage()[A] == (SIZE, SIZE), "a change that has no room pins nothing"
-    memory.release(0)
-    memory.change([(A, 8)])
-    memory.fill(0, [(A, 8)])
-    memory.check()
-
-
-def test_a_change_later_holds_no_slot_for_rows_of_before() -> None:
-    memory = Memory()
-    memory.change([(A, 0)])
-    memory.fill(0, [(A, 0)])
-    for n in range(1, 100):
-        memory.change([(A, n)], [(A, n - 1)])
-        assert memory.registry.usage()[A][0] == 2, "what the row reads, and what is pinned"
-    memory.check()
-
-
-def test_a_request_that_comes_late_finds_what_its_names_meant() -> None:
-    memory = Memory()
-    memory.change([(A, n) for n in range(3)])
-    memory.change((), [(A, n) for n in range(3)])
-    memory.change([(A, n) for n in range(3, 3 + SIZE)])
-    memory.fill(0, [(A, 0), (A, 1)])
-    memory.check()
-    with pytest.raises(Gone, match=r"3 vectors at resid_post\.2 were replaced"):
-        memory.fill(1, [(A, 0), (A, 1), (A, 2)])
-    memory.fill(1, [(A, 0), (A, 9)], [9])
-    memory.check()
-    assert len(memory.registry._pools[A]) == 3, "the two rows share one"
-
-
 def test_what_was_pinned_is_kept_for_a_while() -> None:
     memory = Memory()
     for n in range(KEPT + 2):
@@ -210,16 +170,6 @@ def test_what_was_pinned_is_kept_for_a_while() -> None:
     memory.fill(0, [(A, 2)])
     memory.check()
     with pytest.raises(Gone, match="is not here any more"):
-        memory.fill(0, [(A, 0)])
-
-
-def test_few_of_what_requests_bring_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "BROUGHT", 3)
-    memory = Memory()
-    memory.fill(0, [(A, n % 2) for n in range(2)], range(8))
-    memory.check()
-    assert len(memory.registry._brought) == 3, "a request finds all that it brings, however many"
-    with pytest.raises(Gone):
         memory.fill(0, [(A, 0)])
 
 

@@ -108,21 +108,6 @@ def test_what_a_release_breaks_is_named() -> None:
     ]
 
 
-def test_what_a_function_has_come_to_take_is_named() -> None:
-    """vLLM 0.33 can tell `get_computed_blocks` itself how much may come from the cache, and then asks nobody else."""
-    hooks = [hook("Named.inherited", "first"), hook("alias", "first"), hook("gone")]
-    now = contract.taken(KEPT.get, hooks)
-    assert now == {
-        "lib.Named.inherited": ["first", "second", "rest", "third", "more"],
-        "lib.alias": ["first", "second"],
-    }
-    before = {"lib.Named.inherited": ["first", "rest", "more", "old"], "lib.late": []}
-    assert contract.gained(now, before) == [
-        "lib.Named.inherited has come to take second, third: does this change what it means to saesteer?"
-    ]
-    assert contract.gained(now, now) == []
-
-
 def test_the_newest_release_that_is_served_has_been_read() -> None:
     """Before KNOWN covers another one, somebody looks at what its functions take, and keeps it by --read."""
     kept = json.loads(contract.LAST_READ.read_text())

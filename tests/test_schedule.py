@@ -38,18 +38,6 @@ def schedule(engine: Engine, rows: list[int] | torch.Tensor, lengths: list[int],
     return [row for _, row, tokens, _ in engine.work[1 : 1 + int(engine.work[0, 0])].tolist() for _ in range(tokens)]
 
 
-def test_row_numbers_may_come_with_the_batch(engine: Engine) -> None:
-    admit(engine, 3, [1.0] * WIDTH)
-    assert schedule(engine, [0, 3], [2, 1]) == [3]
-    assert schedule(engine, [0, 3], [1, 2]) == [3, 3], "the same rows, and other tokens"
-    admit(engine, 1, [2.0] * WIDTH)
-    assert schedule(engine, [3, 1, 0], [1, 1, 1]) == [3, 1]
-    engine.flush()
-    assert schedule(engine, [1, 3], [2, 1]) == [1, 1, 3], "nothing has come but the order"
-    assert schedule(engine, torch.tensor([3, 1]), [2, 1]) == [3, 3, 1]
-    assert schedule(engine, [1, 3], [2, 1]) == [1, 1, 3]
-
-
 def test_what_has_come_is_not_sent_again(engine: Engine) -> None:
     site = engine.sites[SITE]
     first, second = np.eye(2, WIDTH).tolist()
@@ -65,28 +53,6 @@ def test_what_has_come_is_not_sent_again(engine: Engine) -> None:
     engine.flush()
     assert (site.w_enc[slot] == 77).all() and (site.w_dec[slot] == 77).all() and engine.table[1, 15] == 77
     assert second in site.w_dec.tolist() and engine.table[2, 0] == 1
-
-
-def test_vectors_that_come_while_serving_leave_the_list(engine: Engine) -> None:
-    admit(engine, 2, [1.0] * WIDTH)
-    assert schedule(engine, [2], [3]) == [2, 2, 2]
-    admit(engine, 4, [2.0] * WIDTH)
-    engine.flush()
-    assert engine.table[4, 0] == 1
-    assert schedule(engine, [2], [3], changed=False) == [2, 2, 2]
-
-
-def test_names_change_while_the_device_sleeps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM takes the weights' memory away then: whatever touches it ends the engine."""
-    pins = [{(SITE, bytes([n]) * 16): np.full(WIDTH, 1.0 + n, np.float32)} for n in range(2)]
-    with monkeypatch.context() as sleep:
-        sleep.setattr(ops, "map_", lambda *_: pytest.fail("the memory is not there"))
-        engine.pin(pins[0], ())
-        engine.pin(pins[1], pins[0])
-    admit(engine, 1, [3.0] * WIDTH)
-    schedule(engine, [1], [1])
-    held = [row.max().item() for row in engine.sites[SITE].w_dec if row.any()]
-    assert held == [pytest.approx(WIDTH**-0.5)] * 3, "what is pinned, what was before it, and what the request brings"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -129,33 +129,3 @@ def test_a_step_takes_one_product_and_each_row_once(engine: Engine, costs: Costs
         for measure, edit in enumerate(spec["edits"]):
             (at,), (value,) = found[str(number)][measure]
             assert at == 8 and value == pytest.approx(activation(engine, number, edit["when"]["feature"]), abs=1e-4)
-
-
-def test_a_long_prompt_is_gathered_once_whatever_its_rules_and_their_scopes(engine: Engine, costs: Costs) -> None:
-    """64 rules whose scopes all differ, beside requests that decode and watch one feature each."""
-    edits = [flags(n, scope={"positions": [[8, 9 + n]]})["edits"][0] for n in range(63)]
-    edits += flags(63, scope={"positions": [[8, None]]})["edits"]
-    found = step(engine, [{"edits": edits}, *(flags(100 + n) for n in range(9))], [LONG, *[1] * 9])
-    assert costs.rows == LONG + 9
-    assert len(costs.products) == 2, "of the prompt, and of who decodes"
-    for measure in range(64):
-        positions, values = found["0"][measure]
-        assert positions == [*range(8, 9 + measure if measure < 63 else 8 + LONG)]
-        assert values[-1] == pytest.approx(activation(engine, positions[-1] - 8, measure), abs=1e-4)
-
-
-def test_strongest_and_named_features_share_one_product(engine: Engine, costs: Costs) -> None:
-    """Whoever asks for the strongest takes the whole encoder, and whoever does not is not charged for it."""
-    reads = [{"return": {"features": [{"dictionary": "wide", "top_k": n % 3 + 1, "features": [n]}]}} for n in range(8)]
-    step(engine, [*reads, *(flags(n) for n in range(8))], [1] * 16)
-    assert costs.products == [(8, FEATURES), (8, 8)] and costs.rows == 16
-
-
-def test_each_gets_its_features_in_its_own_order(engine: Engine) -> None:
-    """Two lists of the same names, which one request has the other way round."""
-    rising = range(8)
-    found = step(engine, [flags(*rising), flags(*rising[::-1])], [1, 1])
-    for number, names in enumerate([rising, rising[::-1]]):
-        for measure, feature in enumerate(names):
-            _, (value,) = found[str(number)][measure]
-            assert value == pytest.approx(activation(engine, number, feature), abs=1e-4)

@@ -120,17 +120,6 @@ def test_what_another_stage_has_read_is_refused_with_both_sites(whole: Engine, s
         row_of(stages[0], spec, 4)
 
 
-def test_a_bit_that_two_stages_use_is_no_reason_to_refuse(stages: list[Engine]) -> None:
-    """Conditions whose edits lie behind one another share a bit."""
-    read = {"inside": "mlp_in.1", "rect": "resid_mid.2"}  # at mlp_in.1 and resid_post.1
-    gated = [
-        {"op": "add", "vector": "any", "site": site, "when": {"dictionary": name, "feature": 0, "above": 0.1}}
-        for name, site in read.items()
-    ]
-    found = plan(from_json({"edits": gated}), stages[0].catalog, 4)
-    assert len({one.bit for one in found.conditions}) == 1 < len(found.conditions)
-
-
 def test_each_readout_is_made_on_the_stage_of_its_site(whole: Engine, stages: list[Engine]) -> None:
     """Sites of two stages never travel as one row, and what lm_head reads is the last stage's."""
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,5 @@
 """Where a row says that doses are measured, and how they are limited. What its entries mean, test_formulas.py has."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from saesteer.dictionaries.vectors import from_inline
 from saesteer.engine.table import Arrow, Places, Row, Rows
 from saesteer.engine.wire import decode, encode
 from saesteer.kernels import layout
-from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan, Readout
+from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan
 
 SITES = ["resid_mid.0", "resid_post.0", "resid_post.1", "resid_post.7"]
 ALONG = Direction("v", None)
@@ -42,28 +41,6 @@ def columns(row: Row) -> list[int]:
 def kinds(row: Row) -> list[int]:
     every = layout.KERNELS
     return [int(row.words[layout.HEAD + layout.SPAN * at + layout.KIND]) & every for at in range(len(SITES))]
-
-
-def test_doses_stand_behind_the_edits_site_by_site() -> None:
-    """A site with conditions alone has none; the order is that of a forward pass, whatever the plan's."""
-    found = plan(("resid_post.7", 2), ("resid_mid.0", 1), ("resid_post.7", 1), conditions=("resid_post.0",))
-    row = make_row(found, dose=True)
-    assert (row.edits, row.doses, row.counters) == (4, 2, 4 + 2 * layout.DOSE_WORDS)
-    assert columns(row) == [4, 0, 0, 4 + layout.DOSE_WORDS]
-    assert kinds(row) == [layout.ANY, layout.ANY, 0, layout.ANY]
-    assert row.kinds.tolist() == kinds(row)
-
-
-def test_nothing_is_measured_where_nobody_asks() -> None:
-    found = plan(("resid_post.7", 2), ("resid_mid.0", 1))
-    row = make_row(found)
-    assert (row.edits, row.doses, row.counters) == (3, 0, 3)
-    assert columns(row) == [0, 0, 0, 0]
-    assert kinds(row) == [layout.LONE, 0, 0, layout.MANY]
-    # Not a word more than what measures: the rest of the row is the same.
-    measured = make_row(found, dose=True)
-    different = np.flatnonzero(row.words != measured.words).tolist()
-    assert different == [layout.COUNTERS, *[layout.HEAD + layout.SPAN * at + layout.KIND for at in (0, 3)]]
 
 
 @settings(deadline=None, derandomize=True)
@@ -110,17 +87,3 @@ def test_each_site_finds_its_entries_and_a_lone_one_in_its_span(groups: Any) -> 
     assert len(row.words) == layout.head(len(SITES)) + layout.ENTRY * sum(count for count in counts if count > 1)
     slots = row.at - layout.SLOT  # where vectors get their slots
     assert len(slots) == sum(counts) and all(taken[at] for at in slots.tolist())
-
-
-def test_what_nobody_edits_is_captured_as_it_comes() -> None:
-    """Both are the same, and copies of what comes in need no kernel; where something is edited they differ."""
-    for groups, expected in (
-        ([], layout.BEFORE),
-        ([("resid_post.7", 1)], layout.BEFORE),
-        ([("resid_post.1", 1)], layout.AFTER),
-    ):
-        reads = Readout("activation", "saesteer.return", "resid_post.1", "resid_post.1", True, ((0, END),))
-        wire = decode(encode(replace(plan(*groups), readouts=(reads,)), CATALOG)["plan"])
-        [(_, _, _, captured)] = [site for site in wire.sites if site[0] == "resid_post.1"]
-        [(_, ops, after, *_)] = wire.readouts
-        assert captured == expected and ops == ["resid_post.1"] and after == (expected == layout.AFTER)

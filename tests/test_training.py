@@ -1,7 +1,6 @@
 """tools/train_dictionary.py on a tiny random model: the loss falls, the figures are right, the file loads."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from saesteer.hf import Model
 from saesteer.loaders import describe, load
 from tests.tiny import VOCABULARY, WIDTH, made
 from tools.own_texts import filled, kept
-from tools.train_dictionary import Measured, Pairs, Recipe, cut, finished, harvest, make, measure, train
+from tools.train_dictionary import Measured, Pairs, Recipe, make, measure
 
 LAYER, END = 1, 2
 RECIPE = Recipe(features=160, k=6, steps=60, batch=256, rate=3e-3, warm_up=5, dead_after=2048, aux_k=8)
@@ -72,15 +71,6 @@ def test_training_helps(trained: tuple[str, Path, Measured, list[str]]) -> None:
     assert found.fvu < 1
 
 
-def test_report_shows_each_feature_where_it_is_strongest(trained: tuple[str, Path, Measured, list[str]]) -> None:
-    _, out, found, _ = trained
-    about = json.loads(out.with_suffix(".features.json").read_text())
-    assert len(about) == RECIPE.features - found.dead
-    for one in about:
-        assert one["contexts"][0][0] == pytest.approx(one["max_act"], abs=0.006)
-        assert "«word" in one["contexts"][0][1] and len(one["promotes"]) == 8
-
-
 def test_model_reads_what_it_was_trained_on(trained: tuple[str, Path, Measured, list[str]]) -> None:
     """The sites are the engine's: its figures on the whole text are those that training measured."""
     kind, out, found, _ = trained
@@ -108,51 +98,3 @@ def test_fvu_density_and_l0() -> None:
     assert found.density.tolist() == pytest.approx([1.0, 1 / 3, 0.0, 0.0])
     assert found.max_act.tolist() == [3.0, 1.0, 0.0, 0.0]
     assert found.dead == 2
-
-
-def test_finished_dictionary_is_the_trained_one() -> None:
-    """The scales are folded in: raw values go in and come out."""
-    chance = torch.Generator().manual_seed(1)
-    x = torch.randn(2048, 12, generator=chance) * 3 + 5
-    y = (x @ torch.randn(12, 10, generator=chance)).relu() - 7
-    pairs = Pairs(x, y)
-    recipe = replace(RECIPE, features=40, steps=20)
-    trained, scale_in, scale_out = train(pairs, recipe, lambda line: None)
-    info = CoderInfo(format="", d_in=12, d_out=10, features=40, activation="jumprelu", site_in="mlp_in.0")
-    coder = finished(trained, scale_in, scale_out, info, x, recipe.k)
-    assert trained.w_skip is not None and coder.threshold is not None and coder.info.skip
-    scaled = scale_in.scaled(x)
-    pre = scaled @ trained.w_enc.T + trained.b_enc
-    acts = torch.where(pre > coder.threshold[0] / scale_out.length, pre, 0.0)
-    want = acts @ trained.w_dec + trained.b_dec + scaled @ trained.w_skip.T
-    got = coder.decode(coder.encode(x), like=x)
-    spread = (y - y.mean(0)).square().sum()
-    assert (got - (scale_out.mean + scale_out.length * want)).square().sum() / spread < 2e-3
-    assert torch.allclose(coder.w_dec.float().norm(dim=-1), torch.ones(40), atol=5e-3)
-    assert measure(coder, pairs).l0 == pytest.approx(recipe.k, rel=0.1)
-
-
-def test_cut_leaves_k_of_a_token() -> None:
-    pre = torch.randn(800, 50, generator=torch.Generator().manual_seed(2))
-    assert ((pre > cut(pre, 5)).sum() / 800).item() == pytest.approx(5, rel=0.15)
-    assert cut(pre, 50) == 0
-    assert cut(-pre.abs(), 5) == 0
-
-
-def test_harvest_keeps_the_tokens_that_count() -> None:
-    """In the order of the texts, and as the whole model computes them: the layers behind are gone."""
-    tokens, caught = texts(5, 12), list[Tensor]()
-    keep = kept(tokens, END)
-    whole = made("Llama")
-    whole.model.layers[LAYER].mlp.register_forward_hook(lambda _m, _i, out: caught.append(out))
-    with torch.no_grad():
-        whole(tokens)
-    found = harvest(made("Llama"), tokens, keep, ("mlp_in.1", "mlp_out.1"))
-    assert torch.allclose(found.y, caught[0][keep], atol=1e-6)
-    assert torch.allclose(whole.model.layers[LAYER].mlp(found.x), found.y, atol=1e-6)
-
-
-def test_what_counts_of_a_text() -> None:
-    rows = torch.from_numpy(filled([[1, 5, END, 6], [7, 8], [9] * 6], 5, END).astype(np.int64))
-    assert rows.tolist() == [[1, 5, END, 6, END], [7, 8, END, END, END], [9] * 5]
-    assert kept(rows, END).int().tolist() == [[0, 1, 1, 1, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 1]]

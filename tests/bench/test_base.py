@@ -1,6 +1,5 @@
 """What the gate calls slower; no kernel runs here."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,21 +30,3 @@ def test_slower_is_what_every_run_shows(before: tuple[float, ...], after: tuple[
     assert said.endswith(
         f"of 1 lines {int(word == 'slower')} are slower and {int(word == 'faster')} faster, the others as before"
     )
-
-
-def test_a_line_that_one_tree_lacks_is_left_out() -> None:
-    assert base.changes(runs(1.0), runs(2.0, case="new")) == []
-
-
-def test_a_line_that_this_tree_does_not_time_is_not_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A kernel whose answer is wrong is not timed, so it cannot be slower; here in one of two runs."""
-    kept = runs(4.0, case="16 x 32")[0]
-    answers = iter([[*runs(4.0)[0], *kept], [*runs(4.0)[0], *kept], [*runs(4.0)[0], *kept], kept])
-    monkeypatch.setattr(base, "run", lambda *_: next(answers))
-    monkeypatch.setattr(base, "tree_of", lambda *_: tmp_path)
-    assert base.compare("main", [], rounds=2) == 1
-    said = capsys.readouterr().out
-    assert "LOST    wrong or gone in a run of this tree: edit 16 x 1 2304 normed cold\n" in said
-    assert "16 x 32" not in said and "of 2 lines 0 are slower" in said

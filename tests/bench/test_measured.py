@@ -42,14 +42,6 @@ def test_modes_are_the_last_ones_of_the_usual_run(write: Any) -> None:
     )
 
 
-def test_lengths_are_those_with_and_without_graphs(write: Any) -> None:
-    rows = [USUAL | {"way": "llm", "tokens": tokens, "eager": eager} for eager in (True, False) for tokens in (256, 64)]
-    write("modes.jsonl", USUAL | {"commit": "http"}, *(row | {"commit": "abc"} for row in rows))
-    _, lines = measured.lengths()
-    assert [line[1:4] for line in lines] == [(16, 64, "yes"), (16, 64, "no"), (16, 256, "yes"), (16, 256, "no")]
-    assert lines[0][5:] == ("4.00", "+2.0 (+1.0 to +3.0)", "abc")
-
-
 def test_steps_show_what_is_served_and_what_all_ops_would_take(write: Any) -> None:
     """Sets with as many sites are two, and each mode's newest commit has its line."""
     rows = [
@@ -69,26 +61,6 @@ def test_steps_show_what_is_served_and_what_all_ops_would_take(write: Any) -> No
         ("one clamp, at one layer", "27B", *shown, "old"),
         ("a module of vectors for all layers, by name", "27B", *shown, "old"),
     ]
-
-
-def test_all_engines_that_measured_the_newest_commit_count(write: Any) -> None:
-    row = {"model": "gemma-3-4b", "mode": "idle", "requests": 16, "set": 0, "sites": 0, "served": True, "gpu": "none"}
-    each = (("a", 1.0), ("b", 2.0), ("a", 3.0))
-    write("steps.jsonl", *(row | {"commit": commit, "percent": one, "low": one, "high": one} for commit, one in each))
-    _, lines = measured.steps()
-    assert lines == [("nothing", "4B", *("2.00 (1.00 to 3.00)",) * 2, "a")]
-
-
-def test_rivals_say_what_they_pin_and_why_they_were_not_run(write: Any) -> None:
-    about = {"model": "gemma-3-4b", "commit": "abc", "asked_for": "one vector", "ask": "vector", "requests": 16}
-    ours = about | {"contender": "saesteer", "version": "1.0", "pins_vllm": None, **DELTAS}
-    theirs = {"contender": "vllm-lens", "version": "1.3.0", "pins_vllm": "==0.30.0", "not_run": "why", "commit": "abc"}
-    kernel = {"contender": "fork", "case": "16 x 1", "width": 2304, "median": 3.14, "saesteer_median": 2.71}
-    write("rivals.jsonl", ours, theirs, kernel | {"version": "b6264312d5d2", "commit": "abc"})
-    _, lines = measured.rivals()
-    assert lines[0][:4] == ("saesteer", "one vector", 16, "+1.0 (+0.0 to +2.0)")
-    assert lines[1][:4] == ("vllm-lens 1.3.0, pins vLLM ==0.30.0", "", "", "not run: why")
-    assert measured.fork()[1] == [("16 x 1", 2304, "3.1", "2.7", "b6264312d", "abc")]
 
 
 def test_without_rows_the_command_is_said(write: Any, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from bench import modes, streams
-from bench.asks import MODES, VARIED, VECTOR, Load, Shape, prompts, specs
+from bench.asks import MODES, Load, Shape, specs
 from bench.deltas import METRICS
-from bench.dummy import vector_file
 from bench.engines import settings
 from bench.offline import Times
 from saesteer.config.assets import Assets
@@ -24,29 +23,6 @@ from saesteer.language.spec import from_json
 from saesteer.planning.planner import plan
 
 ROOT = Path(__file__).parents[2]
-TINY = Shape.of("tiny")
-
-
-@pytest.mark.parametrize("share", ["1", "2", "4"])
-def test_no_prompt_comes_twice_to_an_engine(share: str) -> None:
-    """Modes that only read leave the prompt's blocks as they are without them: the next one would find them cached."""
-    had: dict[str, list[int]] = {}
-
-    class Fake:
-        def __init__(self, kind: str) -> None:
-            self.seeds = had.setdefault(kind, [])
-
-        def run(self, load: Load) -> Times:
-            self.seeds.append(load.seed)
-            return Times([0.1], [1.1], 0)
-
-    given = modes.arguments(["--modes", "idle", "features", "captures", "disabled", "--share", share])
-    bench = modes.Bench(given, {kind: Fake(kind) for kind in modes.kinds(given.modes)})  # type: ignore[misc]
-    bench.warm_up()
-    for turn in range(3):
-        bench.round(turn)
-    for kind, seeds in had.items():
-        assert len(seeds) == len(set(seeds)), kind
 
 
 def test_every_mode_stands_between_two_runs_of_stock() -> None:
@@ -104,34 +80,6 @@ def test_what_requests_bring_is_served_by_what_the_engine_is_started_with(
             assert not found.groups and all(one.windows[0][0] == 16 for one in found.readouts), "generated tokens alone"
             continue
         assert len(found.groups) == (1 if name == "clamp" else shape.layers)
-
-
-@pytest.mark.parametrize("name", VARIED)
-def test_a_varied_mode_has_as_many_edits_as_it_says(name: str, tmp_path: Path) -> None:
-    what, number = name.split("-")
-    shape = Shape(34, TINY.width, TINY.vocabulary)
-    config = settings("tiny", tmp_path)
-    bits = torch.zeros(shape.layers, shape.width, dtype=torch.bfloat16)
-    catalog = Assets.open(
-        SaesteerConfig.from_json(config | {"vectors": {VECTOR: str(vector_file(bits + 1, tmp_path))}})
-    ).catalog(width=shape.width, layers=shape.layers)
-    for spec in specs(Load(name, 3, 0, 16, 16, 8), shape):
-        found = plan(from_json(json.loads(json.dumps(spec))), catalog, 16)
-        sites = {group.site for group in found.groups}
-        assert len(spec["edits"]) == int(number)  # type: ignore[index]
-        assert len(sites) == (int(number) if what == "vectors" else 1)
-        if what == "clamps":
-            assert len({edit["feature"] for edit in spec["edits"]}) == int(number)  # type: ignore[index]
-
-
-def test_prompts_are_alike_for_one_seed_and_share_nothing_else() -> None:
-    load = Load("idle", 5, 8, 4, 64, 8)
-    found = prompts(load, TINY)
-    assert found == prompts(Load("stock", 5, 8, 4, 64, 8), TINY)
-    other = prompts(Load("idle", 6, 8, 4, 64, 8), TINY)
-    beginnings = {tuple(ids[:16]) for ids in [*found, *other]}  # a block of the prefix cache
-    assert len(beginnings) == 2 * (4 + 8)
-    assert all(len(ids) == 64 and max(ids) < TINY.vocabulary for ids in found)
 
 
 def stream_of(tokens: int) -> bytes:

@@ -69,17 +69,6 @@ def test_every_chart_is_drawn(tmp_path: Path) -> None:
     assert "27b: % over a step without ops" in texts["costs"] and "dashed: without CUDA graphs" in texts["lengths"]
 
 
-def test_what_has_no_rows_is_not_drawn(tmp_path: Path) -> None:
-    without = [{key: one[key] for key in one if key != "eager"} for one in modes()]
-    stored(tmp_path, "modes.jsonl", without)
-    assert plot.draw(tmp_path, tmp_path) == []
-
-
-def test_a_run_without_curves_says_so(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no curve 'edits' at width 2304"):
-        plot.points([one for one in kernels() if one["curve"] is None], "edits", 2304)
-
-
 def test_no_stored_chart_has_a_curve_of_one_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And none is empty: a panel without a curve is left out."""
     drawn: list[tuple[Any, set[float]]] = []
@@ -96,14 +85,6 @@ def test_no_stored_chart_has_a_curve_of_one_point(tmp_path: Path, monkeypatch: p
         draw([row for row in plot.read(RESULTS / source) if needed(row)], tmp_path / f"{name}.svg")
         shown = [points for axis, points in drawn if axis.get_visible()]
         assert shown and all(len(points) > 1 for points in shown), name
-
-
-def test_the_last_commit_of_equal_keys_is_taken() -> None:
-    latest = plot.latest(steps(), "model")
-    assert {(one["model"], one["commit"]) for one in latest} == {("4b", "new"), ("27b", "old")}
-    other = {**steps()[-1], "gpu": "another"}
-    own = plot.by_model(plot.latest([*steps(), other], "model"))
-    assert own["4b"] == [other], "what two GPUs have measured is not mixed"
 
 
 def test_the_page_shows_the_charts_of_what_is_stored(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from bench.asks import Shape
 from bench.contend import KINDS, Answer, Burst, Told
 from bench.contenders import ASKS, CONTENDERS, STOCK
-from bench.rotation import CHECK_TOKENS, Failed, Rotation, Turn, wrong
+from bench.rotation import CHECK_TOKENS, Failed, Rotation
 
 TINY = Shape.of("tiny")
 
@@ -39,14 +39,6 @@ class Engines:
 
 def rotate(ask: Engines, plans: dict[str, list[str]], requests: Sequence[int] = (1, 4)) -> Rotation:
     return Rotation(plans, requests, ask, TINY, prompt=16, tokens=8)
-
-
-def test_stock_stands_before_and_after_each_contender_and_the_order_turns() -> None:
-    made = rotate(Engines(), {"hotwire": ["nothing", "vector"], "saesteer": ["clamp"]}, [4])
-    stock = Turn(STOCK, "nothing", 4)
-    first = [Turn("hotwire", "nothing", 4), Turn("hotwire", "vector", 4)]
-    assert list(made.order(0)) == [stock, *first, stock, stock, Turn("saesteer", "clamp", 4), stock]
-    assert list(made.order(1)) == [stock, Turn("saesteer", "clamp", 4), stock, stock, *first, stock]
 
 
 def test_rows_compare_with_stock_and_no_prompt_comes_twice() -> None:
@@ -87,17 +79,6 @@ def test_who_does_not_do_what_it_is_asked_is_not_timed_and_the_others_are(ask: s
     rows = {(row["contender"], row["ask"]): row for row in made.rows()}
     assert "per_token" in rows["hotwire", "nothing"] and "per_token" in rows["saesteer", "nothing"]
     assert re.search(why, rows["hotwire", ask]["not_run"])
-
-
-def test_a_clamp_has_to_say_that_it_changed_tokens() -> None:
-    burst = Burst("clamp", 1, 2, 16, 8, 1.0)
-    assert wrong(burst, told(burst, [Answer(edited=True)] * 2), TINY) is None
-    assert "clamp" in str(wrong(burst, told(burst, [Answer(edited=True), Answer()]), TINY))
-
-
-def test_stock_that_fails_ends_the_benchmark() -> None:
-    with pytest.raises(SystemExit, match="died"):
-        rotate(Engines({(STOCK, "nothing"): "dies"}), {"hotwire": ["nothing"]}).check()
 
 
 def test_every_contender_has_a_process_and_asks_that_exist() -> None:

@@ -9,8 +9,7 @@ import torch
 
 from saesteer.commands.doctor import TOKENS, Distances, _choose, compare
 from saesteer.errors import ConfigError
-from saesteer.plugin import job
-from saesteer.plugin.job import Batch, Completion
+from saesteer.plugin.job import Completion
 from tests.cli.coders import coder
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)
@@ -96,17 +95,3 @@ def test_a_feature_that_is_not_there_is_told_before_an_engine_starts() -> None:
     for ids, feature in ((None, 3), ((10, 20, 30), 1)):
         with pytest.raises(ConfigError, match=f"--feature {feature}: dictionary 'd' has no such feature"):
             _choose(oracle(feature_ids=ids), "d", feature)
-
-
-def test_a_turn_comes_behind_what_was_said() -> None:
-    """As messages, or as token ids where the model has no chat template."""
-    spoken = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[SimpleNamespace(text="Hello.", token_ids=[3, 4])])
-    first = [{"role": "user", "content": "Hi"}]
-    turn = Batch(["And?"], chat=True, follows=True)
-    answer, last = {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And?"}
-    assert job._prompts(None, Batch(["Hi"], chat=True), [], []) == [first]
-    assert job._prompts(None, turn, [first], [spoken]) == [[*first, answer, last]]
-    encode = lambda text, add_special_tokens: [len(text)] if not add_special_tokens else []  # noqa: E731
-    llm = SimpleNamespace(get_tokenizer=lambda: SimpleNamespace(encode=encode))
-    assert job._prompts(llm, replace(turn, chat=False), ["Hi"], [spoken]) == [{"prompt_token_ids": [1, 2, 3, 4, 4]}]
-    assert job._prompts(llm, Batch(["Hi", [5, 6]]), [], []) == ["Hi", {"prompt_token_ids": [5, 6]}]

@@ -197,18 +197,6 @@ def test_labels_of_neuronpedia(place: str, tmp_path: Path, capsys: pytest.Captur
         label.run_import(Console(), SaesteerConfig(), tmp_path)
 
 
-def test_neuronpedia_does_not_scale_the_rows_of_ranked_features(place: str, tmp_path: Path) -> None:
-    coder = load(place)
-    ranked = replace(coder.info, activation="topk", k=4, feature_ids=None, can_reconstruct=True)
-    own.write(tmp_path / "topk.safetensors", replace(coder, info=ranked, threshold=None))
-    (tmp_path / "features").mkdir()
-    line = json.dumps({"index": "1", "maxActApprox": 6.0})
-    (tmp_path / "features" / "batch-0.jsonl.gz").write_bytes(gzip.compress(line.encode()))
-    label.run_import(Console(), read_settings([f"d={tmp_path}/topk.safetensors@resid_post.15"]), tmp_path)
-    known = load(tmp_path / "topk.safetensors").max_act
-    assert known is not None and known[:3].tolist() == [0.0, 6.0, 0.0]
-
-
 @pytest.mark.parametrize(("kind", "read"), [("attn_in", False), ("mlp_in", False), ("z", False), ("mlp_out", True)])
 def test_the_lens_reads_only_rows_that_are_added_to_the_stream(
     kind: str, read: bool, oracle: Oracle, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -302,12 +290,6 @@ def test_known_features_are_among_the_first_three(word: str, feature: int) -> No
     assert {one["dictionary"] for one in found} == set(DICTIONARIES)
     assert {one["query"] for one in found} == {word} and all(one["score"] > 0 for one in found)
     assert f"{feature} " in saesteer("find", word, "--limit", "3").stdout
-
-
-def test_where_nothing_is_found_a_dictionary_is_named() -> None:
-    done = saesteer("find", "zzzqq")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.splitlines() == [f"no feature of '{name}' matches 'zzzqq'" for name in DICTIONARIES]
 
 
 @pytest.mark.parametrize("words", [["--feature", "3497"], ["golden gate bridge", "--limit", "3"]], ids=["one", "words"])

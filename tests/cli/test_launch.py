@@ -200,18 +200,6 @@ def test_demo_brings_model_dictionary_and_options(
     }
 
 
-def test_the_demo_listens_elsewhere_and_has_no_page_if_one_says_so(
-    model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serve, "ensure_model", lambda _: Path(model))
-    monkeypatch.setattr(serve, "engine_options", dict)
-    with pytest.raises(Became):
-        CliRunner().invoke(app, ["serve", "demo", "--host=0.0.0.0", "--no-playground"], catch_exceptions=False)
-    words = become["words"]
-    assert "--host=0.0.0.0" in words and "--host" not in words
-    assert additional_config(words)["saesteer"]["playground"] is False
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -343,8 +331,3 @@ def test_no_flag_of_vllm_is_refused() -> None:
     flags = [*parser_of_vllm()._option_string_actions]
     assert "--model" in flags and len(flags) > 100
     serve.refuse_typos(flags)
-
-
-def test_a_model_that_only_vllm_can_read_is_left_to_it(become: dict[str, Any]) -> None:
-    with pytest.raises(Became):
-        serve.serve("s3://bucket/model", read_settings([f"demo={DEMO_SAE}"]), [])

@@ -19,11 +19,11 @@ from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError, LoadError
-from saesteer.loaders import describe, load
+from saesteer.loaders import load
 from saesteer.loaders.formats import own
 from tests.cli.commands import saesteer
 from tests.cli.stand_ins import Tokenizer
-from tests.loaders import across, writers
+from tests.loaders import across
 
 WIDTH, LAYERS, FEATURES = 24, 3, 40
 
@@ -126,24 +126,6 @@ def test_figures_are_those_of_the_definition(
     assert figures.fvu == pytest.approx(fvu, rel=1e-4)
 
 
-def test_each_dictionary_of_a_set_has_its_own_figures(text: Path, tmp_path: Path, capsys: Any) -> None:
-    for layer in (0, 2):
-        written(tmp_path / "set", f"layer_{layer}", layer)
-    found = measure.run(Console(width=120), "any", f"{tmp_path}/set@resid_post", text, max_tokens=300)
-    assert list(found) == ["resid_post.0", "resid_post.2"]
-    one, other = found.values()
-    assert one.fvu != other.fvu
-    said = capsys.readouterr().out
-    for site, figures in found.items():
-        [line] = [line for line in said.splitlines() if site in line]
-        assert [word.strip() for word in line.split("│")[2:6]] == [
-            f"{figures.tokens}",
-            f"{figures.l0:.1f}",
-            "-",
-            f"{figures.fvu:.3f}",
-        ]
-
-
 def test_calibrate_and_features_take_every_dictionary_of_a_set(
     model: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -213,15 +195,6 @@ def test_a_cross_layer_transcoder_is_refused_before_a_model_is_loaded(
         calibrate.run(Console(), str(tmp_path), config, text)
     with pytest.raises(ConfigError, match=f"'PLACE@0' {refused}"):
         measure.run(Console(), str(tmp_path), place, text, max_tokens=9)
-
-
-def test_what_the_files_publish_stands_next_to_it(text: Path, tmp_path: Path, capsys: Any) -> None:
-    repo = tmp_path / "gemma-scope-2b-pt-res" / "layer_1" / "width_16k" / "average_l0_71"
-    writers.gemma_scope(repo, writers.raw())
-    assert describe(repo).l0 == 71
-    measure.run(Console(width=120), "any", str(repo), text, max_tokens=300)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "resid_post.1" in line]
-    assert line.split("│")[4].strip() == "71"
 
 
 def test_mistakes_are_one_sentence(text: Path, tmp_path: Path) -> None:

@@ -89,14 +89,6 @@ def test_wrong_words(small_model: Path, words: list[str], part: str) -> None:
     assert part in mistake("serve", str(small_model), *words)
 
 
-def test_other_commands(small_model: Path, tmp_path: Path) -> None:
-    assert mistake("inspect", "/no/such/file").startswith("/no/such/file: no such file")
-    assert "no such file; inspect takes PLACE alone, without NAME=" in mistake("inspect", f"gs={DEMO_SAE}")
-    (tmp_path / "notes.txt").write_text("no weights")
-    assert f"{tmp_path}/notes.txt" in mistake("inspect", f"{tmp_path}/notes.txt")
-    assert "needs a dictionary" in mistake("doctor", str(small_model))
-
-
 def test_the_hub_logs_no_retries() -> None:
     """Its library sets its own level when it is imported."""
     code = (
@@ -111,13 +103,6 @@ def test_the_hub_logs_no_retries() -> None:
 def test_version() -> None:
     done = saesteer("--version")
     assert (done.returncode, done.stdout) == (0, f"saesteer {__version__}\n")
-
-
-def test_unknown_command() -> None:
-    done = saesteer("demonstrate")
-    assert done.returncode == 2
-    assert "demonstrate" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_python_m() -> None:

@@ -8,12 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from saesteer.commands import doctor, fits
+from saesteer.commands import fits
 from saesteer.commands.doctor import ROUNDS, TOKENS, TURNS, conversation, turns
-from saesteer.commands.paths import Candidate, Paths, agree, table, tolerance, verdict
-from saesteer.errors import ConfigError
+from saesteer.commands.paths import Candidate, Paths, agree, tolerance, verdict
 from saesteer.plugin.job import Completion
 from tests.cli.coders import STREAMS, WIDTH, coder
 
@@ -77,14 +75,6 @@ def test_the_tolerance_is_four_steps_of_the_dtype() -> None:
     assert tolerance("bfloat16", 16.0) == tolerance("auto", -16.0) == 0.52
     assert tolerance("float16", 16.0) == pytest.approx(0.0825)
     assert tolerance("float32", 16.0) == pytest.approx(0.02, abs=1e-4)
-
-
-def test_the_table_has_all_of_them_side_by_side() -> None:
-    console = Console(width=120, record=True, file=None, quiet=False)
-    with console.capture() as said:
-        console.print(table(["Who [are] you?"], Paths(SOUND, [], SHIFTED), "compiled"))
-    text = said.get()
-    assert all(words in text for words in ("Who [are] you?", "'t0' -1.000", "'t2' -6.000", "ended", "compiled"))
 
 
 def answer(turn: int, seconds: float, cached: int, **changes: Any) -> Completion:
@@ -167,20 +157,3 @@ def test_a_weight_that_is_not_finite_is_named(name: str, wrong: float, place: in
 )
 def test_what_is_odd_is_said(changes: dict[str, Any], said: str) -> None:
     assert any(said in one for one in odd(**changes))
-
-
-@pytest.mark.parametrize("code", ["non_finite", "collapsed"])
-def test_an_engine_that_ends_a_request_is_a_failed_check(code: str) -> None:
-    def ask() -> Any:
-        raise ConfigError(f"saesteer: the answer began with it [{code}]")
-
-    answers, (check,) = doctor._unless_ended(ask)
-    assert answers == [] and not check.passed and code in check.detail
-
-
-def test_other_errors_of_an_engine_are_errors() -> None:
-    def ask() -> Any:
-        raise ConfigError("no such feature [out_of_range]")
-
-    with pytest.raises(ConfigError):
-        doctor._unless_ended(ask)

@@ -17,13 +17,11 @@ import torch
 from rich.console import Console
 
 from saesteer.commands import evidence, prove, reading, trials
-from saesteer.commands.chart import Panel, chart
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DEMO_TRANSCODER, FRENCH, GOLD, MLP_FEATURE, OCEAN, ensure_model
 from saesteer.commands.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, Key, Subject
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
-from saesteer.labels.store import Example
 from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.planning.planner import plan
@@ -50,21 +48,6 @@ DRAW = np.random.default_rng(0)
 def test_repetition_by_hand(text: str, share: float) -> None:
     assert evidence.repetition(text) == pytest.approx(share)
     assert evidence.has_collapsed(text) == (share >= 0.5)
-
-
-def test_words_may_be_spelled_in_several_ways() -> None:
-    found = evidence.spellings([Example(2.0, "the sus", "pension", " bridge"), Example(1.0, "", "Ocean", "")])
-    assert found == [
-        "pension",
-        " suspension",
-        "suspension",
-        " Suspension",
-        "Suspension",
-        "Ocean",
-        " ocean",
-        "ocean",
-        " Ocean",
-    ]
 
 
 def test_probabilities_are_those_of_a_softmax() -> None:
@@ -129,17 +112,6 @@ def test_controls_move_as_far_under_an_input_norm(name: str, tmp_path: Path) -> 
     torch.testing.assert_close(noise.norm(dim=1), flipped.norm(dim=1), rtol=1e-3, atol=1e-4)
     cosine = (noise * clamp).sum(1) / (noise.norm(dim=1) * clamp.norm(dim=1))
     assert (cosine.abs() < 0.9).all(), "noise has a direction of its own"
-
-
-def test_a_chart_is_svg_with_a_line_for_each_arm() -> None:
-    lines = {"clamp": [(0.0, 0.0), (4.0, 0.5)], "noise": [(0.0, 0.0), (4.0, 0.1)]}
-    drawn = chart([Panel("7 <b> & more", lines, 2.0), Panel("8", {name: [(0.0, 0.0)] for name in lines}, None)])
-    root = ElementTree.fromstring(drawn)
-    space = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{space}g")) == 2
-    assert len(root.findall(f".//{space}polyline")) == 4
-    assert "7 <b> & more" in {one.text for one in root.iter(f"{space}text")}
-    assert "nan" not in drawn
 
 
 class Engine:
@@ -229,16 +201,6 @@ def test_a_proof_from_answers(
     ElementTree.fromstring(plot.read_text())
 
 
-def test_without_names_the_first_features_are_proved(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "run", engine.run)
-    monkeypatch.setattr(prove, "FIRST", 2)
-    ones = [prove.run(Console(quiet=True), "demo", read_settings([]), random=2, seed=seed) for seed in (5, 5)]
-    assert [one.feature for one in ones[0]] == sorted(one.feature for one in ones[0])
-    assert ones[0] == ones[1], "the same seed chooses the same other features"
-    first = next(iter(engine.batches[0].steer[len(trials.PROMPTS)]["edits"]))  # type: ignore[index]
-    assert first["op"] == "clamp"
-
-
 @pytest.mark.parametrize(
     ("dictionaries", "features", "said"),
     [
@@ -255,11 +217,6 @@ def test_a_dictionary_without_labels_is_refused(tmp_path: Path) -> None:
     (tmp_path / DEMO_SAE.name).symlink_to(DEMO_SAE)
     with pytest.raises(ConfigError, match="has no labels; `saesteer label` makes them"):
         prove.run(Console(quiet=True), "demo", read_settings([f"mine={tmp_path / DEMO_SAE.name}"]), [BRIDGE])
-
-
-def test_a_folder_that_is_not_there_is_told_before_the_engine_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--json .*found.json: its folder does not exist"):
-        prove.run(Console(quiet=True), "demo", read_settings([]), [BRIDGE], json_file=tmp_path / "no" / "found.json")
 
 
 @pytest.mark.parametrize(

@@ -197,14 +197,6 @@ def test_words_win_over_the_file(place: Path) -> None:
     assert read_settings(file=place / "settings.yaml", max_dose=0.25).max_dose == 0.25
 
 
-def test_every_layer_is_known_with_the_model() -> None:
-    config = read_settings([], ["resid_post.all,resid_mid.1"])
-    assert config.sites == ("resid_post.all", "resid_mid.1")
-    sites = Assets.open(config).sites(3)
-    assert sites == ("resid_post.0", "resid_mid.1", "resid_post.1", "resid_post.2")
-    assert Assets.open(read_settings([], sites)).sites(9) == sites
-
-
 def test_the_fingerprint_follows_the_content(place: Path) -> None:
     config = read_settings(vectors=[f"happy={place}/happy.npy"], modules=[f"m={place}/module.json"])
     seen = [Assets.open(config).fingerprint]
@@ -305,11 +297,6 @@ def test_wrong_files(text: str, told: str, tmp_path: Path) -> None:
     assert told in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text("# nothing yet\n")
-    assert read_settings(file=tmp_path / "settings.yaml") == SaesteerConfig()
 
 
 def use(*modules: str) -> dict[str, Any]:

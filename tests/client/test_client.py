@@ -189,11 +189,6 @@ def test_a_wrong_spec_is_not_sent(server: StandIn, method: str, steer: Any, asyn
     assert server.seen == []
 
 
-def test_a_stream_is_checked_when_it_is_asked_for(server: StandIn) -> None:
-    with server.client() as client, pytest.raises(SpecError):
-        client.stream("x", steer={"op": "clam"})
-
-
 FAILURES: list[tuple[int, bytes, type[ServerError], str]] = [
     (404, b'{"error": {"message": "no such model", "type": "NotFoundError", "code": 404}}', RequestRefused, "no such"),
     (401, b'{"error": "Unauthorized"}', RequestRefused, "Unauthorized"),
@@ -271,13 +266,6 @@ def test_a_server_that_does_not_say_what_was_applied(
     assert call(server, method, "x", asynchronous=asynchronous), "unsteered requests get what there is"
 
 
-@pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])
-def test_a_response_that_is_not_there_yet_has_nothing_to_say(server: StandIn, status: str) -> None:
-    server.answer = json.dumps({"status": status, "output": [], "usage": None}).encode()
-    answer = call(server, "respond", "x", steer=CLAMP, background=True, asynchronous=False)
-    assert (answer.finish_reason, answer.applied) == (status, None)
-
-
 @both_clients
 @pytest.mark.parametrize("method", ["chat", "stream", "models"])
 def test_no_server(method: str, asynchronous: bool) -> None:
@@ -304,22 +292,6 @@ def test_address_key_and_model_are_heeded(server: StandIn) -> None:
     assert {path for path, _, _ in server.seen} == {"/v1/chat/completions"}
     assert {headers["Authorization"] for _, headers, _ in server.seen} == {"Bearer secret"}
     assert [body["model"] for _, _, body in server.seen] == ["mine", "yours"] * 4
-
-
-def test_the_model_is_looked_up_once(server: StandIn) -> None:
-    with server.client() as client:
-        client.chat("x")
-        client.chat("x")
-    assert [path for path, _, _ in server.seen].count("/v1/models") == 1
-
-
-def test_no_model(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ANSWERS, "/v1/models", {"data": []})
-    with pytest.raises(ServerError, match="serves no model"):
-        call(server, "chat", "x", asynchronous=False)
-    monkeypatch.setitem(ANSWERS, "/v1/models", [])
-    with pytest.raises(ServerError, match="list of models"):
-        call(server, "models", asynchronous=True)
 
 
 def test_the_client_needs_no_torch() -> None:

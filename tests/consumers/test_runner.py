@@ -2,7 +2,6 @@
 
 import sys
 import time
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
@@ -169,66 +168,6 @@ def test_a_full_queue_drops_and_says_so(make: Callable[..., Made]) -> None:
     assert not runner.behind
 
 
-def test_a_queue_of_small_rows_takes_the_memory_that_it_may_have(make: Callable[..., Made]) -> None:
-    """A probe's score of one token has four bytes, and takes hundreds."""
-    runner, consumer, counted = make(queue_bytes=1 << 20)
-    consumer.gate.clear()
-    one = ticket(0, captured=True)
-    tracemalloc.start()
-    for at in range(20_000):
-        runner.put(one, rows(0, at, at + 1, 1))
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    consumer.gate.set()
-    runner.end(one)
-    assert result(one) is None and 0 < counted["dropped"] < 20_000
-    assert 1 << 19 < held < 3 << 19
-
-
-def test_ids_of_answers_do_not_pile_up_behind_one_that_hangs(make: Callable[..., Made]) -> None:
-    """What is captured comes with each answer of the server, and a disk over a network may hang for hours."""
-    runner, consumer, counted = make(queue_bytes=1 << 20)
-    consumer.gate.clear()
-    first, others = ticket(0, "first"), [ticket(number, captured=number % 2 > 0) for number in range(1, 301)]
-    runner.put(first, rows(0, 0, 2))
-    for one in (first, *others):
-        one.request.tokens = [*range(1000)]
-        runner.end(one)
-    kept = [one for one in others if one.request.tokens]
-    assert len(kept) == 25 and counted["failures"] == 275, "a million bytes of lists of 1,000 numbers"
-    consumer.gate.set()
-    assert result(first) == "first" and all(result(one) is None for one in kept)
-    for one in others[len(kept) :]:
-        with pytest.raises(ConsumerError, match="is behind, and its queue is full"):
-            result(one)
-    assert len(consumer.dropped) == 275 and runner._ids == 0
-    last = ticket(301, "last")
-    runner.end(last)
-    assert result(last) == "last"
-
-
-def test_it_waits_for_room_as_long_as_the_policy_says(make: Callable[..., Made]) -> None:
-    one = rows(0, 0, 2)
-    runner, consumer, counted = make(queue_bytes=one.nbytes, wait=0.3)
-    consumer.gate.clear()
-    asked = ticket(0, "fine")
-    runner.put(asked, one, wait=True)
-    start = time.monotonic()
-    runner.put(asked, one, wait=True)
-    assert 0.25 < time.monotonic() - start < 5 and counted["dropped"] == 2
-    start = time.monotonic()
-    runner.put(asked, one)
-    assert time.monotonic() - start < 0.2, "only who asks to waits"
-
-
-def test_a_large_piece_is_taken_alone(make: Callable[..., Made]) -> None:
-    runner, consumer, _ = make(queue_bytes=1)
-    one = ticket(0, "fine")
-    runner.put(one, rows(0, 0, 50))
-    runner.end(one)
-    assert result(one) == "fine" and len(consumer.taken) == 50
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=30), st.integers(1, 400))
 def test_each_row_is_taken_or_counted(puts: list[tuple[int, int]], queue_bytes: int) -> None:
@@ -272,14 +211,6 @@ def test_what_a_check_raises_is_a_refusal(parameters: dict[str, Any], field: str
     with pytest.raises(SpecError, match=words) as caught:
         Runner("it", Picky({})).check(parameters, "at")
     assert caught.value.field == field
-
-
-def test_the_base_class_takes_nothing_from_requests() -> None:
-    with pytest.raises(SpecError, match=r"^at.tag: is not a parameter"):
-        Consumer({}).check({"tag": "a"}, "at")
-    asked = request()
-    Consumer({}).take(asked, rows(0, 0, 3))
-    assert len(asked.rows) == 1 and Consumer({}).end(asked) is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from saesteer.consumers.filesystem import Filesystem
 from saesteer.consumers.runner import Policy, Runner, Ticket
 from saesteer.errors import ConfigError, SpecError
 from tests.consumers.rows import SITE, request, rows, token, value
-from tests.timing import growth
 
 WIDE = 100  # numbers
 MOST = rows(0, 0, 10, WIDE).nbytes  # ten such rows
@@ -206,19 +204,6 @@ def test_a_full_disk_loses_what_was_captured_and_goes_on(tmp_path: Path) -> None
     assert ("request 3", 1) in found(tmp_path)
 
 
-def test_others_do_not_pay_for_a_neighbour_that_cannot_be_written(tmp_path: Path) -> None:
-    """The largest shard makes room for the next rows, whoever brings them."""
-    consumer = filesystem(tmp_path)
-    large, small = request(0), request(1)
-    consumer.take(large, rows(0, 0, 9, WIDE))
-    with dying_at(1, no_space):
-        consumer.take(small, rows(1, 0, 5, WIDE))
-    assert consumer.end(small)["rows"] == 5
-    with pytest.raises(DiskError):
-        consumer.end(large)
-    consumer.close()
-
-
 def test_the_answer_names_the_shards(tmp_path: Path) -> None:
     consumer = filesystem(tmp_path)
     asked = request(parameters=consumer.check({"tag": "run7"}, "at"))
@@ -231,37 +216,6 @@ def test_the_answer_names_the_shards(tmp_path: Path) -> None:
     assert shard.startswith("requests/run7/") and about["pieces"][0]["request"] == "request 0"
     assert not consumer._series
     consumer.close()
-
-
-def test_no_tag_gets_in_the_way_of_what_is_captured(tmp_path: Path) -> None:
-    """The answer has the numbers of shards, so the next ones can be guessed; tags may have their form."""
-    consumer = filesystem(tmp_path)
-    own = consumer._place._own
-    for number in range(1, 4):
-        asked = request(number, parameters=consumer.check({"tag": f"{own}-{number + 3:06d}"}, "at"))
-        consumer.take(asked, rows(number, 0, 2))
-        consumer.end(asked)
-    consumer.take(request(7, captured=True), rows(7, 0, 25, WIDE))
-    consumer.close()
-    assert sorted(found(tmp_path / "captured")) == [("request 7", at) for at in range(25)]
-    assert len(found(tmp_path / "requests")) == 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["captured", "requests"]
-
-
-@pytest.mark.parametrize("taken", ["folder", "file"])
-def test_a_shard_whose_name_is_taken_takes_another(tmp_path: Path, taken: str) -> None:
-    consumer = filesystem(tmp_path)
-    for number in range(1, 3):
-        there = tmp_path / "captured" / f"{consumer._place._own}-{number:06d}"
-        there.mkdir(parents=True)
-        (there / "theirs").touch()
-        if taken == "file":
-            (there / "theirs").rename(there.with_suffix(".file"))
-            there.rmdir()
-            there.with_suffix(".file").rename(there)
-    consumer.take(request(7, captured=True), rows(7, 0, 25, WIDE))
-    consumer.close()
-    assert sorted(found(tmp_path)) == [("request 7", at) for at in range(25)]
 
 
 def test_rows_that_are_lost_are_counted_as_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,31 +272,3 @@ def test_requests_give_no_folder(tmp_path: Path) -> None:
 def test_wrong_options_stop_the_start(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Filesystem(options)
-
-
-def test_a_shard_takes_time_in_proportion_to_its_pieces() -> None:
-    """While requests decode, each token is one."""
-
-    def seconds(pieces: int) -> float:
-        begun, shard, one = time.thread_time(), shards.Shard(), rows(0, 0, 1)
-        for _ in range(pieces):
-            shard.add("a", 0, one)
-        assert shard.rows == pieces
-        return time.thread_time() - begun
-
-    assert growth(seconds, 1_000, 16_000) < 60, "16 times as much; its square would be 256"
-
-
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    consumer = filesystem(tmp_path)
-    asked = [request(number) for number in range(20)]
-    most = 0
-    for step in range(30):
-        for number, one in enumerate(asked):
-            consumer.take(one, rows(number, 2 * step, 2 * step + 2, WIDE))
-            most = max(most, consumer._held())
-    assert most <= MOST
-    for one in asked:
-        consumer.end(one)
-    consumer.close()
-    assert len(found(tmp_path)) == 20 * 60

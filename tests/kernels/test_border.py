@@ -19,7 +19,6 @@ from saesteer.kernels import layout, ops
 from saesteer.kernels.reference import border_ref_, close_ref_
 from saesteer.kernels.step.border import border_triton
 
-GPU = torch.cuda.is_available()
 CLOSES = (7, 8)
 WINDOWS = [(0, layout.NEVER, 0), (3, 9, layout.ANSWER), (0, layout.NEVER, layout.ANSWER), (2, 6, layout.REASONING)]
 SITES, ROWS = 2, 4

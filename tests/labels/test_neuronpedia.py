@@ -53,32 +53,11 @@ def test_features_that_the_dictionary_does_not_hold_are_left_out(tmp_path: Path)
     assert [one.feature for one in Export(export(tmp_path)).entries(4, {0: 1.0}.get)] == [0]
 
 
-def test_either_half_is_enough(tmp_path: Path) -> None:
-    assert [one.feature for one in read(export(tmp_path, FEATURES, None))] == [0, 2]
-    (tmp_path / "b").mkdir()
-    assert [one.label for one in read(export(tmp_path / "b", None))] == ["bridges", "only explained"]
-    with pytest.raises(LoadError, match="has no export; expected features/batch-"):
-        Export(tmp_path / "c")
-
-
-def test_batches_are_read_in_order(tmp_path: Path) -> None:
-    folder = export(tmp_path, None, None) / "explanations"
-    folder.mkdir()
-    for number in (10, 9):
-        line = json.dumps({"index": 1, "description": f"of batch {number}"})
-        (folder / f"batch-{number}.jsonl.gz").write_bytes(gzip.compress(line.encode()))
-    assert [one.label for one in read(tmp_path)] == ["of batch 9"]
-
-
 def test_a_dashboard_that_read_another_tensor_gives_no_max_act(tmp_path: Path) -> None:
     line = {"modelId": "gemma-2-2b", "layer": "0-gemmascope-transcoder-16k", "index": "0", "maxActApprox": 600.0}
     found = Export(export(tmp_path, [line]))
     assert next(one.max_act for one in found.entries(4, lambda feature: 1.0)) is None
     assert found.mismeasured
-
-
-def test_a_decoder_row_of_zeros_has_no_unit(tmp_path: Path) -> None:
-    assert {one.max_act for one in read(export(tmp_path), length=0.0)} == {None}
 
 
 WRONG: list[tuple[str, str]] = [

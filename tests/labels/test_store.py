@@ -2,16 +2,11 @@
 
 import os
 import sqlite3
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from saesteer.errors import LoadError
 from saesteer.labels import store, writing
@@ -88,21 +83,6 @@ def test_nothing_in_a_query_is_syntax(file: Path, words: str) -> None:
     with Labels.open(file) as labels:
         assert [one.feature for _, one in labels.find(words)] == [3]
         assert labels.find(f"{words} AND NOT ocean") == labels.find("bridge near label or 1 and not ocean")
-
-
-def test_long_queries_are_cut(file: Path) -> None:
-    assert len(store.words_of("a" * 1_000_000)[0]) == store.MAX_QUERY
-    assert len(store.words_of(" ".join(map(str, range(100))))) == store.MAX_WORDS
-
-
-def test_equal_content_gives_equal_bytes(file: Path) -> None:
-    """Also in another process, where sets have another order."""
-    code = "from tests.labels.test_store import *; import sys; writing.write(Path(sys.argv[1]), ABOUT, TEXTS, ENTRIES)"
-    for seed in ("1", "2"):
-        other = file.with_name(seed)
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
-        subprocess.run([sys.executable, "-c", code, str(other)], check=True, env=environment)
-        assert other.read_bytes() == file.read_bytes()
 
 
 def test_an_older_file_is_replaced_and_a_failure_leaves_it(file: Path) -> None:
@@ -242,35 +222,6 @@ def test_effects_are_kept_and_replaced(file: Path) -> None:
         assert labels.find("zzz") == []
         [(_, old)] = labels.find("there")  # only near
         assert old.feature == 5
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.sampled_from(["none", "reads", "else", "word"]), min_size=2, max_size=12), st.integers(25, 100))
-def test_of_equal_matches_one_that_writes_comes_first(tmp_path: Path, kinds: list[str], share: int) -> None:
-    made, word = {"reads": (), "else": (Written("sky", 1.0, 99),), "word": (Written("bridges", 1.0, share),)}, "bridge"
-    writing.write(tmp_path / "d", About("", 12, ""), [], [Entry(n, word, "x") for n in range(len(kinds))])
-    effects = [Effect(n, None, made[kind]) for n, kind in enumerate(kinds) if kind != "none"]
-    writing.keep(tmp_path / "d", effects)
-    with Labels.open(tmp_path / "d") as labels:
-        order = [kinds[one.feature] for _, one in labels.find(word, 100)]
-    assert order == sorted(order, key=["word", "none", "else", "reads"].index)
-
-
-def test_a_query_that_takes_too_long_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_SECONDS", 0.0)
-    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(i) FROM n"
-    with Labels.open(file) as labels, pytest.raises(LoadError, match="interrupted"), store._reading(file):
-        labels._ask(endless)
-
-
-def test_a_large_file_is_searched_at_once(tmp_path: Path) -> None:
-    texts = [f"the word number{n} of many" for n in range(200)]
-    entries = (Entry(n, f"label {n}", "x", spots=(Spot(1.0, n % 200, 4, 8),)) for n in range(20_000))
-    writing.write(tmp_path / "d.labels", About("", 20_000, ""), texts, entries)
-    start = time.monotonic()
-    with Labels.open(tmp_path / "d.labels") as labels:
-        assert len(labels.find("number7 label word", 100)) == 100
-    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -15,8 +14,7 @@ from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
-from saesteer.loaders import alone, describe, files, load, max_act, progress
-from saesteer.loaders.files import fetch
+from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.sets import members
 from saesteer.loaders.vectors import read_vectors
 from tests.loaders import writers
@@ -143,15 +141,6 @@ def test_fake_hub_failures_are_one_sentence(fake_hub: FakeHub) -> None:
             load(place)
 
 
-def test_hub_that_is_offline_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(LoadError, match="the hub did not give it") as caught:
-        load("org/repo")
-    assert "\n" not in str(caught.value)
-    assert caught.value.__cause__ is not None
-
-
 @pytest.mark.parametrize(
     "place", ["nowhere", "/no/such/file", "./a/b", "../a", "a/../b", "a//b", "~/no/such", "a/b?c", "", "a b/c"]
 )
@@ -229,36 +218,3 @@ def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
         assert describe(folder).fingerprint != first
         file.write_bytes(before)
         assert describe(folder).fingerprint == first
-
-
-def test_a_file_that_cannot_be_read_is_a_load_error(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="cannot be read"):
-        files.fingerprint([tmp_path / "gone"])
-
-
-def test_a_path_object_is_never_asked_from_the_hub(fake_hub: FakeHub) -> None:
-    with pytest.raises(LoadError, match="no such file or folder"):
-        load(Path("org/repo"))
-
-
-def test_an_existing_path_with_a_hash_in_its_name(tmp_path: Path) -> None:
-    file = writers.own(tmp_path / "a#b" / "c#d.safetensors", writers.own_tensors(writers.raw()))
-    assert fetch(str(file)) == file
-    assert fetch(str(file.parent)) == file.parent
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_large_array_shows_how_much_has_been_read(
-    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = writers.gemma_scope(tmp_path, writers.raw())
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
-    load(folder)
-    assert capsys.readouterr() == ("", "")  # it is small
-    monkeypatch.setattr(progress, "SHOWN_BYTES", 1000)
-    load(folder)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert ("params.npz: W_enc" in err) == ("params.npz: W_dec" in err) == terminal
-    assert "b_enc" not in err

@@ -11,11 +11,10 @@ import pytest
 
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, neuronpedia
-from saesteer.loaders.files import fetch
 from saesteer.loaders.hub import is_id
 from saesteer.loaders.neuronpedia import Source
 from tests.loaders import across, writers
-from tests.loaders.formats import circuit_tracer, qwen_scope, sparsify
+from tests.loaders.formats import circuit_tracer, qwen_scope
 from tests.loaders.hub import SHA, FakeHub, Hub, serving
 from tests.loaders.sets import opened, scope
 
@@ -60,32 +59,6 @@ def test_a_pattern_chooses_among_the_widths_of_a_repository(fake_hub: FakeHub) -
         opened(f"{repo}/layer_*/width_65k/*@5")
     with pytest.raises(LoadError, match=r"google/gemma-scope-2b-pt-res/\*/width_1m: "):
         opened(f"{repo}/*/width_1m")
-
-
-def test_a_dictionary_alone_stays_a_hub_id(fake_hub: FakeHub) -> None:
-    scope(fake_hub.root / "google", 3, 7)
-    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
-    assert opened(place).infos["gs"].source == place
-    qwen_scope.write(fake_hub.root / "org" / "qwen", qwen_scope.ARRAYS, (4, 12))
-    assert opened("org/qwen@12").infos["gs"].site_in == "resid_post.12"
-
-
-def test_what_was_fetched_before_is_found_without_asking_the_hub(fake_hub: FakeHub) -> None:
-    scope(fake_hub.root / "google", 3)
-    place = "google/gemma-scope-2b-pt-res/layer_3/width_16k/average_l0_63"
-    first = fetch(place)
-    asked = len(fake_hub.fetched)
-    assert fetch(place, again=True) == first
-    assert len(fake_hub.fetched) == asked
-    with pytest.raises(LoadError):
-        fetch("google/another/layer_3", again=True)
-
-
-def test_the_settings_of_a_run_come_with_its_dictionary(fake_hub: FakeHub) -> None:
-    sparsify.write(fake_hub.root / "org" / "saes" / "run" / "h.3.mlp", sparsify.ARRAYS, model="openai-community/gpt2")
-    info = describe("org/saes/run/h.3.mlp")
-    assert (info.site_out, info.model) == ("mlp_out.3", "openai-community/gpt2")
-    assert "run/config.json" in given(fake_hub)
 
 
 def test_a_source_of_neuronpedia_is_a_place_on_the_hub(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:

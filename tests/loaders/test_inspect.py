@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import torch
 
 from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
@@ -20,8 +19,7 @@ from saesteer.errors import ConfigError, LoadError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.loaders.formats import own
-from saesteer.planning.planner import Catalog, plan
-from saesteer.planning.windows import windows
+from saesteer.planning.planner import plan
 from tests.loaders import writers
 from tests.loaders.case import Case, Told
 from tests.loaders.every import CASES, DESCRIBED, SAMPLES, every_case
@@ -118,17 +116,6 @@ def test_a_site_that_is_not_served(site: str, tmp_path: Path) -> None:
         Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{tmp_path}/made.safetensors"}}))
 
 
-def test_a_dictionary_that_writes_another_width_is_refused_whatever_the_site(tmp_path: Path) -> None:
-    arrays = writers.own_tensors(writers.raw(d_out=12))
-    place = writers.own(tmp_path / "wide.safetensors", arrays)
-    assert lines(place)["not served"] == [
-        "this dictionary, in a server: it reads 24 numbers and writes 12, which is not served by this version; "
-        "served: as many read as written"
-    ]
-    with pytest.raises(ConfigError, match="dictionary 'd' reads 24 numbers and writes 12"):
-        Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}))
-
-
 @pytest.mark.parametrize("site_out", ["mlp_out.3", None])
 def test_a_transcoder_is_not_served_as_an_sae(site_out: str | None, tmp_path: Path) -> None:
     place = written(tmp_path, site_in="mlp_in.3", site_out=site_out)
@@ -136,21 +123,6 @@ def test_a_transcoder_is_not_served_as_an_sae(site_out: str | None, tmp_path: Pa
         ConfigError, match=rf"reads mlp_in\.3 and writes {site_out or 'another place'}.*got @resid_post"
     ):
         Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": f"{place}@resid_post.3"}}))
-
-
-@pytest.mark.parametrize("skip_first", [0, 1, 3])
-def test_the_positions_that_are_left_alone(skip_first: int, tmp_path: Path) -> None:
-    place = written(tmp_path, skip_first=skip_first)
-    info = load(place).info
-    [change] = (
-        plan(from_json({"edits": [CLAMP]}), Catalog(dictionaries={"d": info}, sites=None, max_entries=4), 20)
-        .groups[0]
-        .changes
-    )
-    left = change.windows[0][0]
-    assert lines(place)["leaves alone"] == [f"the first {left} position(s), unless a scope names them"]
-    scope = from_json({"edits": [{**CLAMP, "scope": {"positions": [[0, 2]]}}]}).edits[0].scope
-    assert windows(scope, 20, skip_first) == ((0, 2),)
 
 
 def test_what_a_file_is(tmp_path: Path) -> None:
@@ -175,34 +147,6 @@ def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
     assert said["vectors"] == ["one for each layer of 3"]
     with pytest.raises(LoadError, match=r"nothing\.pt"):
         report(writers.torch_file(tmp_path / "nothing.pt", {"a": np.ones(8), "b": np.ones(8)}))
-
-
-def test_kinds_and_memory(tmp_path: Path) -> None:
-    cases = {case.name: str(case.write(tmp_path / case.name)) for case in CASES}
-    assert lines(cases["gemma_scope-res"])["kind"] == ["SAE"]
-    assert lines(cases["gemma_scope-transcoder"])["kind"] == ["transcoder"]
-    across = lines(f"{cases['saesteer-topk']}@mlp_in.3:mlp_out.3")
-    assert across["kind"] == ["transcoder"]
-    assert "reconstruct with error drop, unless --sites names mlp_out.3" in across["not served"]
-    assert lines(cases["gemma_scope-no-name"])["kind"] == ["SAE, unless it is a transcoder of equal widths"]
-    assert lines(f"{cases['gemma_scope-no-name']}@resid_post.3")["site"] == ["resid_post.3"]
-    assert lines(f"{cases['gemma_scope-no-name']}@z.3")["site"] == ["z.3"]
-    given = f"{cases['gemma_scope-res']}@resid_pre.3"
-    served_at = Assets.open(SaesteerConfig.from_json({"dictionaries": {"d": given}})).infos["d"].site_in
-    [own] = lines(cases["gemma_scope-res"])["site"]
-    assert lines(given)["site"] == [f"{served_at}, as given (its files say {own})"]
-    with pytest.raises(ConfigError, match="cannot be moved to one site"):
-        report(f"{cases['gemma_scope-transcoder']}@resid_post.3")
-    unserved = lines(f"{cases['gemma_scope-no-name']}@mlp_in_pregain.3")["not served"][0]
-    assert "it reads mlp_in_pregain.3 and writes mlp_in_pregain.3" in unserved
-    for name in ("gemma_scope-res", "manifest-relu", "saesteer-topk", "saesteer-no-metadata"):
-        for size, dtype in ((2, torch.float16), (4, torch.float32)):
-            one = load(cases[name], dtype=dtype)
-            held = [one.w_enc, one.w_dec, one.b_enc, one.b_dec, one.threshold, one.max_act]
-            assert one.info.memory(size) == sum(each.nbytes for each in held if each is not None)
-    said = lines(cases["gemma_scope-res"])
-    assert said["in memory"] == ["4.3 KB in float16 or bfloat16, 8.1 KB in float32"]
-    assert said["by rows"][0].startswith("96 bytes in float16 or bfloat16 for each feature that a request names")
 
 
 @pytest.mark.parametrize("told", DESCRIBED, ids=lambda told: told[0])

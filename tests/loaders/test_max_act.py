@@ -74,30 +74,6 @@ def place(tmp_path: Path) -> Path:
     return writers.gemma_scope(tmp_path / "sae", writers.raw())
 
 
-def test_another_measurement_is_another_fingerprint(place: Path) -> None:
-    seen = set()
-    for factor in (1.0, 2.0, 3.0):
-        max_act.write(place, alone(place), values(writers.F) * factor, tokens=1000)
-        seen.add(describe(place).fingerprint)
-    assert len(seen) == 3
-
-
-def test_it_says_what_made_it(place: Path) -> None:
-    assert describe(place).max_act_from is None
-    for by in (max_act.LABELS, max_act.CALIBRATION):
-        max_act.write(place, alone(place), values(writers.F), tokens=None, by=by)
-        assert describe(place).max_act_from == load(place).info.max_act_from == by
-        assert open_rows(str(place)).info.max_act_from == by
-
-
-def test_it_lies_beside_a_file_and_inside_a_folder(place: Path) -> None:
-    assert max_act.write(place, alone(place), values(writers.F), tokens=1) == place / "saesteer.max_act"
-    file = place / "params.npz"
-    assert not describe(file).has_max_act
-    assert max_act.write(file, alone(file), values(writers.F), tokens=1) == place / "params.npz.max_act"
-    assert describe(file).has_max_act
-
-
 def test_other_weights_do_not_get_the_values(place: Path) -> None:
     max_act.write(place, alone(place), values(writers.F), tokens=1)
     writers.gemma_scope(place, writers.raw(seed=9))
@@ -133,14 +109,6 @@ def test_a_file_of_an_older_version_is_refused(by: str, words: str, place: Path)
     save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {"dictionary": "ab" * 32, "by": by})
     with pytest.raises(LoadError, match=f"older version, which did not look at the encoder; expected .*{words}"):
         load(place)
-
-
-def test_weights_that_change_while_they_are_measured_are_not_given_the_values(place: Path) -> None:
-    draft = alone(place)
-    np.savez(place / "params.npz", **writers.raw(seed=9))  # type: ignore[arg-type]
-    with pytest.raises(LoadError, match=r"params\.npz: weights: changed since they were opened"):
-        max_act.write(place, draft, values(writers.F), tokens=1)
-    assert not max_act.beside(place).exists()
 
 
 def test_another_norm_of_the_same_weights_is_another_unit(tmp_path: Path) -> None:
@@ -191,24 +159,3 @@ def test_wrong_files(place: Path) -> None:
     (place / "saesteer.max_act").write_bytes(b"x")
     with pytest.raises(LoadError, match=r"saesteer\.max_act"):
         describe(place)
-
-
-def test_old_values_are_set_aside_while_new_ones_are_made(place: Path) -> None:
-    old = values(writers.F)
-    max_act.write(place, alone(place), old, tokens=1)
-
-    def fail() -> None:
-        with max_act.set_aside(place):
-            assert not describe(place).has_max_act
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert torch.equal(load(place).max_act, old)  # type: ignore[arg-type]
-    with max_act.set_aside(place):
-        max_act.write(place, alone(place), old + 1, tokens=1)
-    assert torch.equal(load(place).max_act, old + 1)  # type: ignore[arg-type]
-    assert sorted(path.name for path in place.iterdir()) == ["params.npz", "saesteer.max_act"]
-    (place / "saesteer.max_act").unlink()
-    with max_act.set_aside(place):
-        pass

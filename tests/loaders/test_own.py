@@ -102,16 +102,6 @@ def test_round_trip(coder: SparseCoder, tmp_path: Path) -> None:
         assert opened.metadata()["format"] == "saesteer"
 
 
-def test_writing_replaces_whole_files_and_leaves_nothing_beside(tmp_path: Path) -> None:
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(b"old")
-    own.write(file, load(writers.own(tmp_path / "in" / "saesteer.safetensors", writers.own_tensors(writers.raw()))))
-    assert load(file).info.features == writers.F
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "x.safetensors"]
-    with pytest.raises(LoadError, match="cannot be written"):
-        own.write(tmp_path / "nowhere" / "x.safetensors", load(file))
-
-
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = writers.own(tmp_path / "x.safetensors", writers.own_tensors(writers.raw()))
     before, coder = file.read_bytes(), load(file)
@@ -162,8 +152,3 @@ def test_the_embedded_transcoder() -> None:
     assert measured["dead"] == int((coder.max_act == 0).sum()) < 0.15 * 9216
     assert 30 < measured["l0"] < 36 and measured["fvu"] < 0.2
     assert (coder.w_dec.float().norm(dim=-1) - 1).abs().max() < 0.01
-
-
-def test_writing_the_embedded_dictionary_gives_the_embedded_file(tmp_path: Path) -> None:
-    own.write(tmp_path / "x.safetensors", load(EMBEDDED))
-    assert (tmp_path / "x.safetensors").read_bytes() == EMBEDDED.read_bytes()

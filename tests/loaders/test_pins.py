@@ -5,7 +5,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import yaml
 
 from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
@@ -13,12 +12,10 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, hub, is_as_loaded, load, neuronpedia
-from saesteer.loaders.files import fetch
 from saesteer.loaders.neuronpedia import Source
 from tests.loaders import writers
 from tests.loaders.hub import FakeHub
 from tests.loaders.sets import opened, scope
-from tests.markdown import blocks
 
 INSIDE = "layer_3/width_16k/average_l0_63"
 PLACE = f"google/gemma-scope-2b-pt-res/{INSIDE}"
@@ -59,12 +56,6 @@ def test_a_revision_in_the_settings(revisions: FakeHub) -> None:
     assert Assets.open(config).infos["gs"].fingerprint == describe(f"{PLACE}@@v1").fingerprint
 
 
-def test_the_settings_of_the_page_are_right() -> None:
-    [text] = blocks((Path(__file__).parents[2] / "docs/reading-files.md").read_text(), "yaml pins")
-    source = SaesteerConfig.from_json(yaml.safe_load(text)).dictionaries["gs20"]
-    assert hub.is_id(source.path) and hub.unpinned(source.path)[1].startswith(f"@@{source.version}")
-
-
 def test_sets_and_names_of_neuronpedia_are_pinned(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     made = scope(fake_hub.root / "google", 3, 7)
     made.rename(fake_hub.folder("google/gemma-scope-2b-pt-res", "v1"))
@@ -78,20 +69,6 @@ def test_sets_and_names_of_neuronpedia_are_pinned(fake_hub: FakeHub, monkeypatch
     config = read_settings(["np:m/s@@v1"])
     assert [*config.dictionaries] == ["np:m/s"] and config.dictionaries["np:m/s"].path == "np:m/s@@v1"
     assert Assets.open(config).infos["np:m/s"].fingerprint == describe(f"{PLACE}@@v1").fingerprint
-
-
-def test_a_place_on_this_machine_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    writers.gemma_scope(tmp_path / "org" / "dict", writers.raw())
-    with pytest.raises(LoadError, match=r"org/dict is on this machine; expected it without @@v1"):
-        describe("org/dict@@v1")
-    with pytest.raises(LoadError, match=r"not a hub id .*; expected a hub id in front of @@v1"):
-        describe("./org/dict@@v1")
-    with pytest.raises(LoadError, match=r"expected a hub id in front of @@v1"):
-        describe(f"{tmp_path}/org/dict#name@@v1")
-    odd = tmp_path / "of@@mine"
-    (tmp_path / "org" / "dict").rename(odd)
-    assert fetch(str(odd)) == odd, "a folder with such a name is one all the same"
 
 
 def test_a_version_must_be_the_dictionarys(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.coder import RANKED, SparseCoder
-from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
+from saesteer.dictionaries.rows import feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
@@ -98,41 +98,6 @@ def test_a_row_of_random_files_is_the_row_of_the_whole(
     same_row(open_rows(place).row(row, dtype), whole, row)
 
 
-@settings(max_examples=60)
-@given(data=st.data())
-def test_a_row_that_takes_no_arithmetic_is_the_row_of_the_whole(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Our own format in any dtype, with and without thresholds and maximum activations."""
-    draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    features, width = data.draw(st.integers(1, 70)), data.draw(st.integers(2, 300))
-    features += features == width
-    kinds = st.sampled_from([torch.float16, torch.bfloat16, torch.float32])
-    shapes: dict[str, tuple[int, ...]] = {"W_enc": (features, width), "W_dec": (features, width)}
-    shapes |= {"b_dec": (width,), "b_enc": (features,)}
-    shapes |= dict.fromkeys(data.draw(st.sets(st.sampled_from(["threshold", "max_act"]))), (features,))
-    weights, arrays = data.draw(kinds), {}
-    for key, shape in shapes.items():
-        dtype = weights if len(shape) == 2 else data.draw(kinds)
-        numbers = torch.from_numpy(draw.normal(size=shape).astype(np.float32))
-        arrays[key] = (numbers if key.startswith(("W", "b")) else numbers.abs()).to(dtype)
-    for key in data.draw(st.sets(st.sampled_from(sorted(arrays)))):
-        arrays[key].view(-1)[::2] = -0.0
-    file = tmp_path_factory.mktemp("plain") / "saesteer.safetensors"
-    activation = "jumprelu" if "threshold" in arrays else "relu"
-    write_arrays(file, arrays, {"format": "saesteer", "activation": activation})
-    found, row = open_rows(file), data.draw(st.integers(0, features - 1))
-    wanted = data.draw(kinds)
-    [ours] = found.feature(row, wanted)
-    whole = load(file, dtype=wanted)
-    matrices = bytes_of(torch.stack([whole.w_enc[row], whole.w_dec[row]]), wanted)
-    threshold, largest = (None if one is None else one[row].item() for one in (whole.threshold, whole.max_act))
-    law = whole.b_enc[row].item(), 0.0 if threshold is None else threshold, largest
-    expected = FeatureRow(matrices, str(wanted).removeprefix("torch."), *law)
-    assert ours.digest == expected.digest
-    same_row(found.row(row, wanted), whole, row)
-
-
 @pytest.mark.parametrize("key", ["W_enc", "W_dec", "b_enc", "threshold", "max_act"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1.0])
 def test_a_wrong_number_is_refused_in_the_same_words(key: str, number: float, file: Path) -> None:
@@ -162,13 +127,6 @@ def test_maximum_activations_next_to_a_dictionary_belong_to_its_rows(tmp_path: P
     same_feature(found, 7, torch.bfloat16)
     with pytest.raises(LoadError, match="measured on other weights"):
         open_rows(place).row(7, None)
-
-
-def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
-    arrays: dict[str, Any] = dict(writers.raw())
-    np.savez_compressed(tmp_path / "params.npz", **arrays)
-    with pytest.raises(LoadError, match=r"params\.npz: W_\w+: compressed; expected .* `saesteer convert` writes them"):
-        open_rows(tmp_path)
 
 
 def replaced(file: Path) -> None:

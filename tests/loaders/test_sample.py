@@ -7,14 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, arrays, choose
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fetch
-from saesteer.loaders.parts import split
 from saesteer.loaders.sample import PIECE_BYTES, PIECES, sample
 from tests.loaders import writers
 from tests.loaders.case import Case
@@ -51,24 +49,6 @@ def test_a_change_everywhere_and_at_either_end_is_noticed(row: int, tmp_path: Pa
     assert sample(draft_of(tmp_path / "d.safetensors", there)) != before
 
 
-def test_a_number_in_an_array_of_its_own_counts(tmp_path: Path) -> None:
-    found = set()
-    for value in (0.5, 0.25):
-        tensors = {"enc": WIDE[:4], "threshold": np.array(value, dtype=np.float32)}
-        file = writers.tensors(tmp_path / f"{value}.safetensors", tensors)
-        found.add(sample(Draft(open_arrays(file), {"w_enc": "enc", "threshold": "threshold"}, "relu")))
-    assert len(found) == 2
-
-
-def test_what_the_config_says_counts(tmp_path: Path) -> None:
-    one = draft_of(tmp_path / "a.safetensors", WIDE)
-    told = [{}, {"threshold": 0.5}, {"lengths": (2.0, 1.0)}, {"decoder_norm": "values"}, {"centred": True}]
-    told += [{"in_norm": "l2_sqrt_d"}, {"k": 4}, {"feature_ids": (3, 4)}, {"order": torch.arange(4)}]
-    assert len({sample(replace(one, **more)) for more in told}) == len(told)  # type: ignore[arg-type]
-    same = [{"model": "m"}, {"sites": ("resid_pre.1", "resid_pre.1")}, {"addresses": ("a/b",)}]
-    assert {sample(replace(one, **more)) for more in same} == {sample(one)}  # type: ignore[arg-type]
-
-
 def test_no_more_than_a_megabyte_of_an_array_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, read = draft_of(tmp_path / "a.safetensors", WIDE), []
     real = arrays.Arrays.opened
@@ -91,22 +71,6 @@ def test_no_more_than_a_megabyte_of_an_array_is_read(tmp_path: Path, monkeypatch
     monkeypatch.setattr(arrays.Arrays, "opened", contextmanager(opened))
     sample(one)
     assert len(read) == PIECES and sum(read) == PIECES * PIECE_BYTES < WIDE.nbytes / 8
-
-
-@pytest.mark.parametrize("at", [0, 2])
-def test_a_part_of_an_array_is_sampled_alone(at: int, tmp_path: Path) -> None:
-    """One layer's decoder of a cross-layer transcoder lies in pieces between those of the other layers."""
-    whole = np.arange(5 * 3 * 4, dtype=np.float32).reshape(5, 3, 4)
-
-    def of(values: np.ndarray) -> str:
-        weights = open_arrays(writers.tensors(tmp_path / "w.safetensors", {"dec": values}))
-        return sample(Draft(split(weights, "dec", 3, {at: "mine"}, axis=1), {"w_dec": "mine"}, "relu"))
-
-    before = of(whole)
-    for layer in range(3):
-        there = whole.copy()
-        there[4, layer, 3] += 1
-        assert (of(there) != before) == (layer == at)
 
 
 def test_a_file_that_is_gone_or_changed_is_refused(tmp_path: Path) -> None:

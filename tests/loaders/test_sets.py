@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from saesteer.commands.inspect import report
-from saesteer.config.assets import Assets, in_words
-from saesteer.config.config import SaesteerConfig
-from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import arrays, load
 from saesteer.loaders.sets import layer_in
 from tests.loaders import writers
-from tests.loaders.formats import apollo, circuit_tracer, connor_rob, qwen_scope
+from tests.loaders.formats import apollo, circuit_tracer, qwen_scope
 from tests.loaders.sets import opened, scope
 
 PLT = {**circuit_tracer.ARRAYS, "W_dec": writers.raw()["W_dec"], "b_dec": writers.raw()["b_dec"]}
@@ -149,18 +146,6 @@ def test_wrong_choices(choice: str, words: str, tmp_path: Path) -> None:
         opened(f"{scope(tmp_path, 1, 2, 4)}@{choice}")
 
 
-def test_a_name_must_not_look_like_a_layer_of_a_set(tmp_path: Path) -> None:
-    repo = scope(tmp_path, 1, 2)
-    sources = {"gs": str(repo), "gs@2": {"path": str(repo), "site": "1"}}
-    with pytest.raises(ConfigError, match="dictionary 'gs@2' is also a layer of the set 'gs'; expected another name"):
-        Assets.open(SaesteerConfig.from_json({"dictionaries": sources}))
-
-
-def test_a_set_deeper_than_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"site resid_post.9 does not exist: this model has layers 0 to 7"):
-        opened(scope(tmp_path, 1, 9)).catalog(width=writers.D, layers=8)
-
-
 def test_inspect_lists_the_dictionaries_of_a_set(tmp_path: Path) -> None:
     said = report(f"{circuit_tracer.write(tmp_path, PLT, (9, 10, 11))}@9,11")
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in said.splitlines())
@@ -171,24 +156,6 @@ def test_inspect_lists_the_dictionaries_of_a_set(tmp_path: Path) -> None:
     assert lines["layer 11"].startswith("40 features, mlp_in.11 -> mlp_out.11, ")
     assert lines["max_act"] == "unknown at layer 9, 11"
     assert lines["in memory"].startswith("8.0 KB in float16")  # (38 + 40) * (48 * 2 + 4) + 2 * 24 * 4 bytes
-
-
-def test_a_file_that_holds_a_set_is_counted_once(tmp_path: Path) -> None:
-    place = apollo.write(tmp_path, apollo.TWO)
-    lines = dict(re.split(r"  +", line, maxsplit=1) for line in report(place).splitlines())
-    assert lines["set"] == "2 dictionaries, of layer 5, 6"
-    assert lines["on disk"] == in_words(place.stat().st_size)
-    [taken] = opened(place).memory(2)
-    assert lines["in memory"].split(" in ")[0] in taken
-    assert lines["on disk"] in taken
-
-
-def test_a_settings_file_may_hold_a_pattern_next_to_it(tmp_path: Path) -> None:
-    scope(tmp_path, 1, 2)
-    settings = tmp_path / "settings.yaml"
-    settings.write_text('dictionaries: {gs: "gemma-scope-2b-pt-res/*/width_16k/*", one: gemma-scope-2b-pt-res@2}')
-    assets = Assets.open(read_settings(file=settings))
-    assert (assets.sets, assets.infos["one"].site_in) == ({"gs": (1, 2)}, "resid_post.2")
 
 
 @pytest.mark.parametrize(
@@ -209,18 +176,3 @@ def test_a_settings_file_may_hold_a_pattern_next_to_it(tmp_path: Path) -> None:
 )
 def test_the_layer_in_a_path(path: str, layer: int | None) -> None:
     assert layer_in(Path(path)) == layer
-
-
-def test_what_a_set_takes_is_said(tmp_path: Path) -> None:
-    config = read_settings([f"gs={scope(tmp_path, 3, 7)}", f"one={tmp_path}/gemma-scope-2b-pt-res/layer_3"])
-    [both, one] = Assets.open(config).memory(2)
-    assert both.startswith("gs: 2 dictionaries with 80 features, 8.5 KB in memory, ")  # 80 * (48 * 2 + 8) + 2 * 24 * 4
-    assert one.startswith("one: 40 features, 4.3 KB in memory, ")
-
-
-def test_a_server_says_what_it_knows_to_be_wrong(tmp_path: Path) -> None:
-    place = connor_rob.write(tmp_path, connor_rob.ARRAYS)
-    [said] = Assets.open(SaesteerConfig.from_json({"dictionaries": {"z": str(place)}})).memory(2)
-    assert said.endswith(
-        "on disk; it was trained on z without the bias of the values, so its features read a constant more"
-    )

@@ -5,7 +5,6 @@ import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -62,19 +61,6 @@ def test_a_view_whose_sign_is_not_in_its_numbers_is_refused(tmp_path: Path) -> N
         open_arrays(tmp_path / "x.pt")
 
 
-def test_a_file_that_was_saved_on_a_gpu(tmp_path: Path) -> None:
-    with mock.patch("torch.serialization.location_tag", return_value="cuda:0"):
-        torch.save({"a": torch.from_numpy(MATRIX)}, tmp_path / "x.pth")
-    assert torch.equal(matrix(tmp_path / "x.pth"), torch.from_numpy(MATRIX))
-
-
-def test_values_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "BLOCK_BYTES", 40)
-    file = writers.torch_file(tmp_path / "x.pt", {"a": MATRIX, "turned": MATRIX.T})
-    assert torch.equal(matrix(file), torch.from_numpy(MATRIX))
-    assert torch.equal(matrix(file, "turned"), torch.from_numpy(MATRIX.T))
-
-
 def test_what_is_no_tensor_is_metadata_by_its_type_where_it_is_not_flat(tmp_path: Path) -> None:
     loop: list[Any] = []
     loop.append(loop)
@@ -85,13 +71,6 @@ def test_what_is_no_tensor_is_metadata_by_its_type_where_it_is_not_flat(tmp_path
     unread = {key: f"{name} (not read)" for key, name in types.items()}
     assert opened.metadata == {"name": "TopK", "state": '{"k": 3}', "number": "3"} | unread
     assert set(opened.index) == {"a"}
-
-
-def test_an_archive_that_torch_did_not_write_is_refused(tmp_path: Path) -> None:
-    """torch computes where arrays lie, and would be wrong there; the archive's own directory tells."""
-    file = rezipped(writers.torch_file(tmp_path / "x.pt", {"a": MATRIX, "b": MATRIX + 1}))
-    with pytest.raises(LoadError, match=r"x\.pt: b: shape \[5, 7\], not stored where torch looks; expected what torch"):
-        open_arrays(file)
 
 
 def test_what_torch_never_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,18 +85,6 @@ def test_rows_layers_and_bias(name: str, tmp_path: Path) -> None:
     assert read_vectors(place, bias=7.0).bias == 7.0
 
 
-def test_at_and_unit() -> None:
-    huge, tiny = np.full(4, 3e38, np.float32), np.array([0, 1e-45, 0, 0], np.float32)
-    data = np.stack([huge, tiny])
-    found = from_inline(InlineVector("float32", data.shape, data.tobytes(), (3, 7)))
-    for layer, expected in ((3, [0.5] * 4), (7, [0, 1, 0, 0])):
-        unit = found.unit(layer)
-        assert unit is not None and np.allclose(unit, expected, atol=1e-7)
-    assert found.at(4) is found.unit(4) is None
-    anywhere = from_inline((3.0, 4.0)).unit(99)
-    assert anywhere is not None and np.allclose(anywhere, [0.6, 0.8])
-
-
 def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     """Not of the name, the format or the dtype; but of every value, layer and bias."""
     one = [
@@ -121,20 +109,6 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
         from_inline(InlineVector("float32", (18,), A.tobytes())),
     ]
     assert len({found.fingerprint for found in others}) == len(others)
-
-
-def test_inline_dtypes_and_no_copy() -> None:
-    items = T.bfloat16()
-    made = InlineVector("bfloat16", (3, D), items.view(torch.uint8).numpy().tobytes(), (5, 3, 4))
-    found = from_inline(made)
-    assert found.layers == (3, 4, 5)
-    for layer, row in zip((5, 3, 4), items.float().numpy(), strict=True):
-        assert np.array_equal(found.rows[layer], row)
-    half = from_inline(InlineVector("float16", (D,), A[0].astype("<f2").tobytes()))
-    assert np.array_equal(half.rows[None], A[0].astype(np.float16).astype(np.float32))
-    data = A[0].tobytes()
-    single = from_inline(InlineVector("float32", (D,), data)).rows[None]
-    assert single.__array_interface__["data"][0] == np.frombuffer(data, "<f4").__array_interface__["data"][0]
 
 
 class Evil:
@@ -260,11 +234,6 @@ def test_inspect_tells_vectors(tmp_path: Path) -> None:
         report(tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match="all zeros"):
         report(npy(tmp_path / "zero.npy", ZERO))
-
-
-def test_a_bias_that_is_no_number(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="bias nan; expected a finite number"):
-        read_vectors(npy(tmp_path / "v.npy", A[0]), bias=float("nan"))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)

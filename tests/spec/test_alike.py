@@ -16,7 +16,6 @@ from saesteer.language.alike import Alike, Edits
 from saesteer.language.edits import Clamp
 from saesteer.language.spec import Spec, from_json
 from saesteer.planning.applied import applied
-from saesteer.planning.plan import Clamps
 from saesteer.planning.planner import Catalog, plan
 from saesteer.planning.runs import contents, runs
 from tests.spec.kinds import INFOS, SITES, VECTORS
@@ -102,24 +101,8 @@ def test_a_plan_is_the_plan_of_each_by_itself(found: list[Any], in_module: bool)
         assert outcome(everything) == together
 
 
-def test_the_dictionary_of_an_address_is_not_that_of_the_clamp_behind_it() -> None:
-    behind = {"op": "clamp", "feature": 5, "value": 2}
-    at, code, _ = refusal([ADDRESS, behind])
-    assert (at, code) == ("saesteer.edits[1].dictionary", "missing_field")
-    at, code, _ = refusal([{**ADDRESS, "dictionary": None}, {**behind, "dictionary": None}])
-    assert (at, code) == ("saesteer.edits[1].dictionary", "wrong_type")
-
-
 def refusal(edits: list[Any]) -> tuple[str, str, str]:
     return refusal_of(lambda: from_json({"edits": edits}))
-
-
-def test_many_alike_are_one_part() -> None:
-    clamps = [{"op": "clamp", "dictionary": "gs15", "feature": n, "value": n} for n in range(FEW)]
-    [group] = plan(from_json({"edits": clamps}), Catalog(INFOS, SITES, FEW, VECTORS), 10).groups
-    [part] = group.parts
-    assert isinstance(part, Clamps) and part.features == (*range(FEW),)
-    assert [change.field for change in group.changes] == [f"saesteer.edits[{n}]" for n in range(FEW)]
 
 
 @settings(max_examples=200, deadline=None)

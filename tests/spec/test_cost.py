@@ -7,7 +7,6 @@ Work is counted in lines of Python that run, so that a busy machine changes noth
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, replace
-from difflib import get_close_matches
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 import saesteer.planning.planner
 from saesteer.config.modules import read_modules
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language import fields as checks
 from saesteer.language.edits import Gate, Mode, Scope, Strength
 from saesteer.language.rules import Watched
 from saesteer.language.spec import (
@@ -37,7 +35,7 @@ from saesteer.language.spec import (
     reconstruct,
     use,
 )
-from saesteer.planning.digests import module_digests, names_in, users_of
+from saesteer.planning.digests import module_digests, users_of
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import Catalog, Plan, plan
@@ -187,15 +185,6 @@ def test_what_is_too_large_is_refused_before_it_is_made(edits: list[Any], monkey
     assert changes.call_count <= 64 + 1
 
 
-def test_windows_of_a_module_are_made_once_however_often_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    touching = {"positions": [[n, n + 2] for n in range(1, 4097)]}  # many intervals, one window
-    windows = Mock(wraps=saesteer.planning.planner.windows)
-    monkeypatch.setattr(saesteer.planning.planner, "windows", windows)
-    known = catalog(64, m=[ablate("any", "resid_post.15", scope=touching)])
-    assert len(plan(from_json({"edits": [use("m")] * 64}), known, P).groups) == 64
-    assert windows.call_count == 1
-
-
 def test_planning_is_linear_in_the_edits() -> None:
     known = catalog(ANY)
 
@@ -217,16 +206,6 @@ def chain(length: int) -> dict[str, Any]:
     return {f"m{n}": [use(f"m{n + 1}")] if n + 1 < length else [clamp("gs15", 1, 1.0)] for n in range(length)}
 
 
-def test_modules_stand_in_one_another_up_to_a_bound() -> None:
-    known = catalog(64, **chain(600))
-    assert plan(from_json({"edits": [use(f"m{600 - MAX_DEPTH}")]}), known, P)
-    for deep in (f"m{600 - MAX_DEPTH - 1}", "m0"):
-        with pytest.raises(SpecError, match=f"{MAX_DEPTH + 1} modules deep, expected at most {MAX_DEPTH}") as caught:
-            plan(from_json({"edits": [clamp("gs15", 2, 1.0), use(deep)]}), known, P)
-        assert caught.value.code == "too_many"
-        assert caught.value.field == "saesteer.edits[1]" + ".module.edits[0]" * MAX_DEPTH + ".module"
-
-
 def test_a_server_does_not_start_with_modules_that_no_request_could_use() -> None:
     wire = {name: Spec(tuple(edits)).to_json() for name, edits in chain(MAX_DEPTH).items()}
     assert len(read_modules(wire, dictionaries=["gs15"], vectors=[])) == MAX_DEPTH
@@ -236,40 +215,10 @@ def test_a_server_does_not_start_with_modules_that_no_request_could_use() -> Non
             read_modules(wire, dictionaries=["gs15"], vectors=[])
 
 
-def test_what_modules_stand_for_is_found_in_one_pass() -> None:
-    def over(work: Callable[[Catalog], object]) -> Callable[[int], Callable[[], object]]:
-        return lambda size: (lambda known: lambda: work(known))(catalog(**chain(size)))
-
-    assert_linear(over(module_digests), 100)
-    assert_linear(over(lambda known: users_of([("module", "m0")], known.modules)), 100)
-    assert_linear(over(lambda known: users_of([("module", f"m{len(known.modules) - 1}")], known.modules)), 100)
-    assert_linear(over(lambda known: names_in([use("m0")], known.modules)), 100)
-    known = catalog(**chain(50))
-    assert list(module_digests(known)) == [f"m{n}" for n in reversed(range(50))]
-    assert users_of([("module", "m49")], known.modules) == [f"m{n}" for n in range(49)]
-
-
 def test_a_circle_has_no_digest_and_users_in_it() -> None:
     known = catalog(a=[use("b")], b=[use("a")], c=[use("a")], d=[use("gone")], e=[clamp("gs15", 1, 1.0)])
     assert list(module_digests(known)) == ["e"]
     assert users_of([("module", "a")], known.modules) == ["a", "b", "c"]
-
-
-def test_roles_and_messages_are_found_in_proportion_to_their_number() -> None:
-    roles = ["user", "assistant"]
-
-    def work(size: int) -> Callable[[], object]:
-        scope = {"messages": ["user", "assistant"] * size}
-        spec = Spec(tuple(clamp("gs15", n, 1.0, scope=scope) for n in range(size)))
-
-        def resolved() -> object:
-            return resolve(
-                spec, catalog(size), 4 * size, roles * size, lambda runs, at: [(2 * a, 2 * b) for a, b in runs]
-            )
-
-        return resolved
-
-    assert_linear(work, 40)
 
 
 def test_no_more_edits_are_looked_at_than_the_server_takes_entries() -> None:
@@ -292,21 +241,6 @@ def test_no_more_edits_are_looked_at_than_the_server_takes_entries() -> None:
     three: list[Any] = [clamp("gs15", 1, value, mode, scope=first) for mode, value in BAND]
     three.append(reconstruct("gs15", "keep", scope=first))
     assert plan(resolve(Spec(tuple(three)), catalog(1), 200, ["user"] * 2, spans), catalog(1), 200)
-
-
-def test_a_suggestion_is_looked_for_among_few_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare = Mock(wraps=get_close_matches)
-    monkeypatch.setattr(checks, "get_close_matches", compare)
-    names = [f"module-{n:04}" for n in range(4096)]
-    assert checks.closest("modul-1234", names) == " (did you mean 'module-1234'?)"
-    assert checks.closest("module-12x34", names) == " (did you mean 'module-1234'?)"
-    assert checks.closest("bridge", [*names, "golden-gate", "bridges"]) == " (did you mean 'bridges'?)"
-    assert checks.closest("x", ["y"]) == checks.closest("", names) == ""
-    assert max(len(call.args[1]) for call in compare.call_args_list) <= 32
-    compare.reset_mock()
-    assert checks.closest("n" * 100, ["n" * 99]) == "" and not compare.called, (
-        "difflib takes the square of a name's length"
-    )
 
 
 def test_defaults_are_right_as_they_are() -> None:

@@ -13,9 +13,7 @@ from saesteer.language.returns import MAX_CONSUMERS, MAX_NAMED, MAX_NESTED, MAX_
 from saesteer.language.spec import (
     ActivationRead,
     Consumer,
-    FeatureRead,
     HiddenRead,
-    ProbeRead,
     Return,
     Scope,
     Spec,
@@ -43,23 +41,6 @@ WHOLE: dict[str, Any] = {
 
 def read(**wanted: Any) -> Return:
     return from_json({"return": wanted}).returns
-
-
-def test_the_design_example_is_read_and_written_without_its_defaults() -> None:
-    found = read(**WHOLE)
-    assert found == Return(
-        features=(FeatureRead("gs20", 8, (34, 99)),),
-        probes=(ProbeRead("sentiment"), ProbeRead("risk", scope=Scope(messages=("user",)))),
-        activations=(ActivationRead("resid_post.20", scope=Scope(positions=((-1, None),))),),
-        hidden=True,
-        consumers=(Consumer("filesystem", '{"tag":"run7"}'),),
-        dose=True,
-    )
-    assert found.to_json() == WHOLE | {
-        "features": [{"dictionary": "gs20", "top_k": 8, "features": [34, 99]}],
-        "activations": [{"site": "resid_post.20", "scope": {"positions": [[-1, None]]}}],
-    }
-    assert found.consumers[0].parameters == {"tag": "run7"}
 
 
 def test_defaults() -> None:
