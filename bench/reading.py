@@ -43,7 +43,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.language.spec import from_json
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results import reads
+from saesteer.plugin.results import forms, reads
 from saesteer.plugin.worker.steering import Steering
 
 PARTS = ("admit", "worker", "anew", "scheduler", "front end", "end", "all")
@@ -160,7 +160,7 @@ class Host:
     def _receive(self, states: dict[str, Any], outputs: list[Any]) -> None:
         for one in outputs:
             if one.kv_transfer_params:
-                states[one.request_id].add(one.kv_transfer_params[reads.READ])
+                states[one.request_id].add(one.kv_transfer_params[forms.READ])
 
 
 def _send(scheduler: Any, outputs: Any, brought: Any) -> None:

@@ -142,7 +142,7 @@ def made(cls: type[Any]) -> SaesteerError:
 
 def test_every_error_travels_between_processes() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    importlib.import_module("saesteer.plugin.results.failures")
+    importlib.import_module("saesteer.plugin.results.errors")
     found = [*classes()]
     assert {"RegistryError", "SpecRefused", "DiskError", "RequestRefused"} <= {cls.__name__ for cls in found}
     for cls in found:

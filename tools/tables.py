@@ -233,7 +233,7 @@ def limits() -> str:
 def codes() -> str:
     """The error codes, as found in the source code."""
     found = {*fields.CODES, *_registry_codes(), *_admin_codes()}
-    found |= {_constant("saesteer/plugin/results/failures.py", name) for name in _FAILURES}
+    found |= {_constant("saesteer/plugin/results/forms.py", name) for name in _FAILURES}
     found |= {_constant("saesteer/plugin/results/consuming.py", name) for name in ("FAILED", "SPACE")}
     assert found == CODES.keys(), f"describe in tools/tables.py: {sorted(found ^ CODES.keys())}"
     return table(

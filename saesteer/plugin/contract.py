@@ -101,32 +101,32 @@ every vllm.v1.core.sched.scheduler:Scheduler
   has_unfinished_requests()  used results.reads:hold  an answer waits for its files while others go on
   has_finished_requests()  results.reads:_having  who waits so has one more step, though the engine may be paused
 every vllm.v1.engine.output_processor:OutputProcessor
-  add_request(request, prompt, parent_req, request_index, queue)  results.counts:_expecting  notes who waits for counts
-  process_outputs(engine_core_outputs)  results.counts:_receiving  counts arrive
+  add_request(request, prompt, parent_req, request_index, queue)  results.report:_expecting  notes who waits for counts
+  process_outputs(engine_core_outputs)  results.report:_receiving  counts arrive
   abort_requests(request_ids, internal)  results.consuming:_leaving  what belongs to it ends
   do_tracing(engine_core_output, req_state)  results.tracing:_of_request  spans say what was applied
 every vllm.tracing
   instrument_manual(span_name, start_time, end_time, attributes)  results.tracing:_of_span  the same
 every vllm.v1.engine.output_processor:RequestState
-  _new_completion_output(token_ids, finish_reason, stop_reason)  results.counts:_telling  applied edits
+  _new_completion_output(token_ids, finish_reason, stop_reason)  results.report:_telling  applied edits
 every vllm.v1.engine.detokenizer:IncrementalDetokenizer
-  update(new_token_ids, stop_terminated)  instance results.rules:keep_last_text  a rule's stop is no stop token
+  update(new_token_ids, stop_terminated)  instance results.report:keep_last_text  a rule's stop is no stop token
 every vllm.v1.engine.output_processor:RequestOutputCollector
-  put(output)  used results.failures:raise_there  its caller gets the error
+  put(output)  used results.errors:raise_there  its caller gets the error
 every vllm.v1.worker.worker_base:WorkerWrapperBase
   init_device()  worker.worker:_attaching  attaches to the worker
 worker vllm.v1.worker.worker_base:WorkerBase
   compile_or_warm_up_model()  instance worker.worker:attach  every op has run
-  sample_tokens(grammar_output)  instance results.counts:attach  counts leave
+  sample_tokens(grammar_output)  instance worker.counts:attach  counts leave
 worker vllm.utils.mem_utils
   memory_profiling(baseline_snapshot, weights_memory)  used worker.worker:attach  dictionaries as weights
 worker vllm.v1.outputs:AsyncModelRunnerOutput
-  get_output()  used results.earlier:Told  an earlier stage's counts wait for its device
+  get_output()  used worker.earlier:Told  an earlier stage's counts wait for its device
 worker vllm.model_executor.layers.layernorm
   RMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
   GemmaRMSNorm.forward_native(x, residual)  instance worker.layers:attach  the op's place
 worker vllm.model_executor.models.interfaces_base:VllmModelForTextGeneration
-  compute_logits(hidden_states)  instance results.health:attach  --fail-fast
+  compute_logits(hidden_states)  instance worker.health:attach  --fail-fast
 worker vllm.distributed.communication_op
   tensor_model_parallel_all_gather(input_, dim)  used worker.layers:attach  z, tensor parallelism
 worker vllm.distributed.parallel_state
@@ -134,7 +134,7 @@ worker vllm.distributed.parallel_state
   get_world_group()  used worker.graphs:attach  all ranks capture the same graphs
   get_pp_group()  used stages:number  the stage of a worker
 worker vllm.v1.worker.gpu_model_runner
-  AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V1
+  AsyncGPUModelRunnerOutput.__init__(model_runner_output)  used worker.counts:attach  counts leave, V1
   ExecuteModelState(scheduler_output, logits)  used worker.worker:_wrap_v1  reads, V1
 worker vllm.v1.worker.gpu_model_runner:GPUModelRunner
   _update_states(scheduler_output)  instance worker.worker:_wrap_v1  V1
@@ -146,13 +146,13 @@ worker vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager
   capture(model, model_state)  instance worker.graphs:attach  graphs for each set of sites, V2
   run_fullgraph(desc)  used worker.graphs:attach  replays what stands under the shape, V2
 worker vllm.v1.worker.gpu.async_utils
-  AsyncOutput.__init__(model_runner_output)  used results.counts:attach  counts leave, V2
+  AsyncOutput.__init__(model_runner_output)  used worker.counts:attach  counts leave, V2
 worker vllm.v1.worker.gpu.model_states.interface:ModelState
   add_request(req_index, new_req_data)  instance worker.worker:_wrap_v2  V2
   remove_request(req_id)  instance worker.worker:_wrap_v2  V2
   prepare_inputs(input_batch)  instance worker.worker:_wrap_v2  V2
 offline vllm.entrypoints.llm:LLM
-  _run_engine(output_type)  results.failures:_raising  its caller gets the error, offline
+  _run_engine(output_type)  results.errors:_raising  its caller gets the error, offline
   beam_search(prompts, params)  door.frontend:_refusing_beam_search_offline  refused under a default module
 http vllm.v1.engine.async_llm:AsyncLLM
   get_tokenizer()  used http.neuronpedia.host:Host  Neuronpedia's prompts

@@ -11,6 +11,7 @@ from saesteer.config.config import KEY, OPTIONS, DoseAction, SaesteerConfig
 from saesteer.errors import PromptsFailed, UnsupportedError
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec, Steer, as_spec
+from saesteer.plugin import assets
 from saesteer.plugin.configured import disabled
 from saesteer.plugin.door import frontend
 
@@ -83,8 +84,8 @@ class LLM(vllm.LLM):
         own = {name: value for name, value in locals().items() if name in OPTIONS and value is not None}
         plugin.require()
         wire = SaesteerConfig.from_json(own).to_json()
-        frontend.opened.cache_clear()  # files may have changed since the last LLM
-        frontend.opened(json.dumps(wire))
+        assets.opened.cache_clear()  # files may have changed since the last LLM
+        assets.opened(json.dumps(wire))
         additional = {**(kwargs.pop("additional_config", None) or {}), KEY: wire}
         super().__init__(model=model, additional_config=additional, **kwargs)
         if not getattr(self.llm_engine, "saesteer_agreed", False) and not disabled():

@@ -11,10 +11,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from saesteer.config.config import KEY
 from saesteer.plugin import prefix_cache
-from saesteer.plugin.results import (
-    counts,
-    failures,  # needs vLLM
-)
+from saesteer.plugin.results import forms, report
 
 APPLIED = [{"positions": [[1, None]]}]
 
@@ -71,15 +68,15 @@ class Front:
 
     def __init__(self) -> None:
         self.processor = OutputProcessor(None, log_stats=False)
-        self._process = counts._receiving(OutputProcessor.process_outputs)
-        self._add = counts._expecting(OutputProcessor.add_request)
+        self._process = report._receiving(OutputProcessor.process_outputs)
+        self._add = report._expecting(OutputProcessor.add_request)
 
     def add(
         self, name: str, n: int = 1, *, queue: bool = True, limit: float | None = None, kind: str = "DELTA"
     ) -> RequestOutputCollector | None:
         output = RequestOutputKind[kind]
         params = SamplingParams(n=n, detokenize=False, max_tokens=9, output_kind=output)
-        params.saesteer_report = counts.Report(APPLIED, ("resid_post.15", "resid_post.20"), limit)
+        params.saesteer_report = report.Report(APPLIED, ("resid_post.15", "resid_post.20"), limit)
         asked = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=[1, 2],
@@ -113,5 +110,5 @@ class Front:
 
 def failing(name: str, word: str = "gone", counters: Any = None) -> EngineCoreOutput:
     """What an engine says of a request that has failed."""
-    told = {failures.FAILED: word} | ({} if counters is None else {KEY: counters})
+    told = {forms.FAILED: word} | ({} if counters is None else {KEY: counters})
     return EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, kv_transfer_params=told)

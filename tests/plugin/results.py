@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from saesteer.plugin.results import counts
+from saesteer.plugin.results import report
 from saesteer.plugin.results.kept import LEAST, Results, Room
 from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.blobs import blob
@@ -50,11 +50,11 @@ class State(SimpleNamespace):
     """As much of vLLM's state of one choice as ends it."""
 
     def ends(self, reason: Any) -> Any:
-        made = counts._telling(lambda *_: SimpleNamespace())(self, [], reason)
+        made = report._telling(lambda *_: SimpleNamespace())(self, [], reason)
         return getattr(made, "saesteer", None)
 
 
-def state(answer: counts.Report) -> State:
+def state(answer: report.Report) -> State:
     """A choice that has read two positions."""
     text = SimpleNamespace(num_output_tokens=lambda: 1)
     made = State(saesteer=answer, prompt_len=2, num_cached_tokens=0, detokenizer=text)

@@ -15,8 +15,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from saesteer.engine.engine import Engine
 from saesteer.kernels import ops
-from saesteer.plugin.results import counts
-from saesteer.plugin.worker import worker
+from saesteer.plugin.worker import counts, worker
 from saesteer.plugin.worker.steering import Steering
 from tests.plugin.storm_requests import SITES, Asked
 

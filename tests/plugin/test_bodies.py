@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.plugin.http import bodies
-from saesteer.plugin.results.reads import Unsent
+from saesteer.plugin.results.unsent import Unsent
 
 SAID = {"applied": [{"op": "clamp", "tokens_edited": 3}]}
 STEERED: Any = SimpleNamespace(model_extra={"saesteer": {}}, vllm_xargs=None, n=None)

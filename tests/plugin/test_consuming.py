@@ -24,7 +24,7 @@ from saesteer.planning.readouts import captures, together
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.frontend import _settled
 from saesteer.plugin.results import consuming
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
 from tests.consumers.rows import token, value
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer import plugin
 from saesteer.plugin import configured, contract  # needs vLLM
+from saesteer.plugin.assets import assets_of, fingerprint
 from saesteer.plugin.door import admission, frontend
 
 
@@ -135,13 +136,13 @@ def test_a_worker_that_disagrees_is_refused() -> None:
     from saesteer.config.config import SaesteerConfig
 
     assets = Assets.open(SaesteerConfig())
-    frontend._agree(assets, [{"version": __version__, "fingerprint": frontend.fingerprint(assets)}])
+    frontend._agree(assets, [{"version": __version__, "fingerprint": fingerprint(assets)}])
     with pytest.raises(ConfigError, match="another saesteer"):
         frontend._agree(assets, [{"version": "0.0.0", "fingerprint": ""}])
 
 
 def test_a_disabled_server_refuses_instead_of_ignoring(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _Config({"saesteer": {"sites": ["resid_post.3"]}})
-    assert frontend.assets_of(config) is not None
+    assert assets_of(config) is not None
     monkeypatch.setenv("SAESTEER_DISABLE", "1")
-    assert frontend.assets_of(config) is None, "without a catalog every spec is refused, see above"
+    assert assets_of(config) is None, "without a catalog every spec is refused, see above"

@@ -21,7 +21,7 @@ from saesteer.kernels import layout, ops
 from saesteer.language.spec import from_json
 from saesteer.planning.digests import digest_of
 from saesteer.planning.planner import Catalog, Direction, plan
-from saesteer.plugin.results import counts
+from saesteer.plugin.results import forms
 from saesteer.plugin.worker.steering import Steering  # needs vLLM
 from tests.one_site import CODERS, PLACES, TOKENS, WIDTH, make_engine
 
@@ -64,7 +64,7 @@ def run(steering: Steering, name: str, row: int) -> list[int]:
     (site,) = engine.sites.values()
     engine.edit(site, torch.randn(TOKENS, WIDTH))
     publish(engine)
-    found: counts.Table = pickle.loads(pickle.dumps(steering.snapshot()))  # as it goes to the scheduler of many ranks
+    found: forms.Table = pickle.loads(pickle.dumps(steering.snapshot()))  # as it goes to the scheduler of many ranks
     assert (found.names, found.failed) == ([name], {})
     return list(found.counted[0].tolist())
 

@@ -17,11 +17,10 @@ from saesteer.engine.readouts import Reading
 from saesteer.kernels import layout
 from saesteer.planning.plan import END, Rule
 from saesteer.plugin.reasoning import PARSER
-from saesteer.plugin.results import drafts, rules
-from saesteer.plugin.results.counts import Report
-from saesteer.plugin.results.drafts import Guessed
-from saesteer.plugin.results.health import Health
-from saesteer.plugin.results.rules import FIRED, RULES
+from saesteer.plugin.results import counts, forms, rules
+from saesteer.plugin.results.forms import FIRED, RULES, Guessed
+from saesteer.plugin.results.report import Report
+from saesteer.plugin.worker.health import Health
 
 
 def counters(tokens: int, dose: float) -> list[int]:
@@ -48,12 +47,12 @@ def test_only_guesses_that_hold_count(tokens: int, held: int, worst: float) -> N
 def test_counters_at_each_token_where_the_front_end_may_drop_some() -> None:
     """vLLM drops the tokens of a step that stand behind a stop string."""
     words = np.array([3, *counters(4, 0.25), 0, 0], dtype=np.int32)
-    assert drafts.by_token(words, None, 1, each=True) == words.tobytes()
-    whole = drafts.by_token(words, GUESSED, 3, each=False)
-    several = drafts.by_token(words, GUESSED, 3, each=True)
+    assert counts.by_token(words, None, 1, each=True) == words.tobytes()
+    whole = counts.by_token(words, GUESSED, 3, each=False)
+    several = counts.by_token(words, GUESSED, 3, each=True)
     assert isinstance(several, list)
     assert [np.frombuffer(one, np.int32)[1] for one in several] == [4, 5, 6] and several[-1] == whole
-    assert drafts.by_token(words, GUESSED, 0, each=True) == words.tobytes(), "it has failed"
+    assert counts.by_token(words, GUESSED, 0, each=True) == words.tobytes(), "it has failed"
     report = Report([])
     report.keep(several, 10)
     for tokens, held in ((13, 2), (12, 1), (11, 0), (10, 0)):
@@ -74,7 +73,7 @@ PROMPT, STOP = 4, "saesteer.edits[0]"
 
 def stopped(first: int, values: list[float], tokens: list[int], **output: Any) -> Any:
     """The output of a step that computed positions from ``first`` on and gave these tokens, under a stop above 0.5."""
-    sent = rules.sent([Rule("stop", STOP, ((0, END),), ((0, 0.5, END),), 1)])
+    sent = forms.sent([Rule("stop", STOP, ((0, END),), ((0, 0.5, END),), 1)])
     params = SimpleNamespace(extra_args={RULES: sent, PARSER: None})
     request: Any = SimpleNamespace(request_id="a", num_prompt_tokens=PROMPT, client_index=0, sampling_params=params)
     request.num_tokens, request.output_token_ids = first + 1 + len(tokens), []

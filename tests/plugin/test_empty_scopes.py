@@ -24,7 +24,7 @@ from saesteer.planning.plan import END, Catalog
 from saesteer.plugin import reasoning
 from saesteer.plugin.door import borders
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results.counts import Report
+from saesteer.plugin.results.report import Report
 from tests.small_engine import forward, make_engine
 from tests.small_world import TOKENS, WIDTH
 

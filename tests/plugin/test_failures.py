@@ -16,12 +16,8 @@ from saesteer.config.config import KEY
 from saesteer.errors import PromptsFailed
 from saesteer.kernels import layout
 from saesteer.plugin.http import bodies
-from saesteer.plugin.results import (
-    counts,
-    failures,
-    metrics,  # needs vLLM
-)
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results import counts, errors, failures, forms, metrics
+from saesteer.plugin.results.errors import SpecRefused
 from tests.plugin.fronts import Front, Scheduler, failing, running
 
 
@@ -39,16 +35,16 @@ def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
 
     table = np.array([[0, 4], [2, 9]], dtype=np.int32)
     failed = {"b": "gone", "a": "dose", "over": "dose", "unknown": "gone"}
-    step = SimpleNamespace(saesteer=counts.Table(["a", "c"], table, failed, frozenset()))
+    step = SimpleNamespace(saesteer=forms.Table(["a", "c"], table, failed, frozenset()))
     outputs = counts._sending(update_from_output)(scheduler, None, step)
     told = {client: {one.request_id: one for one in batch.outputs} for client, batch in outputs.items()}
     assert {client: set(found) for client, found in told.items()} == {0: {"a", "c", "d"}, 3: {"b"}}
     assert told[0]["c"].new_token_ids == [5] and told[0]["c"].kv_transfer_params is None
     a, b = told[0]["a"], told[3]["b"]
-    assert a.kv_transfer_params == {failures.FAILED: "dose", KEY: table[0].tobytes()}
-    assert b.kv_transfer_params == {failures.FAILED: "gone"}
+    assert a.kv_transfer_params == {forms.FAILED: "dose", KEY: table[0].tobytes()}
+    assert b.kv_transfer_params == {forms.FAILED: "gone"}
     assert (a.new_token_ids, a.finish_reason, b.finish_reason) == ([], FinishReason.ERROR, FinishReason.ERROR)
-    assert told[0]["d"].kv_transfer_params == {failures.FAILED: "shared"}, "it has taken an edited block of a's"
+    assert told[0]["d"].kv_transfer_params == {forms.FAILED: "shared"}, "it has taken an edited block of a's"
     assert scheduler.kv_cache_manager.evicted == {2, 3, 7, 11, 13}, "nobody may find what was edited, or not"
 
 
@@ -116,7 +112,7 @@ def test_offline_a_call_raises_with_the_answers_of_the_others() -> None:
         aborted.extend(name for one in made for name in one.reqs_to_abort)
         return [output for one in made for output in one.request_outputs if output.finished]
 
-    run = failures._raising(_run_engine)
+    run = errors._raising(_run_engine)
     for name, n in (("a", 3), ("b", 2), ("c", 1), ("d", 1), ("e", 1)):
         front.add(name, n, queue=False, kind="FINAL_ONLY")
     with pytest.raises(PromptsFailed) as told:
@@ -139,7 +135,7 @@ def test_offline_a_call_raises_with_the_answers_of_the_others() -> None:
         b, c = error.outputs[1:3]
         assert [sorted(choice.token_ids) for choice in (*b.outputs, *c.outputs)] == [[3, 4], [4], [5, 6]]
     well = [SimpleNamespace(request_id="f")]
-    assert failures._raising(lambda *_: well)(SimpleNamespace(llm_engine=engine), None) is well
+    assert errors._raising(lambda *_: well)(SimpleNamespace(llm_engine=engine), None) is well
     assert "saesteer_refused" not in vars(front.processor)
 
 
@@ -162,7 +158,7 @@ def test_a_stream_of_responses_ends_with_an_event() -> None:
     fields: list[dict[str, Any]] = [{"saesteer": {}}, {}]
     for extra in fields:
         found: list[Any] = []
-        asyncio.run(ask(found, SpecRefused(failures.reason("collapsed: 7", (), None)), **extra))
+        asyncio.run(ask(found, SpecRefused(errors.reason("collapsed: 7", (), None)), **extra))
         _, last = found
         assert (last.type, last.code, last.param, last.sequence_number) == ("error", "collapsed", "saesteer", 5)
         assert last.message.endswith("[collapsed]")

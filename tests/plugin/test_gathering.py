@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from saesteer.kernels import layout
-from saesteer.plugin.results import counts
+from saesteer.plugin.worker import counts
 
 
 class _Device:

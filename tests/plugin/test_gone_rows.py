@@ -13,7 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.engine.engine import Engine
 from saesteer.kernels import ops
-from saesteer.plugin.results import counts, failures
+from saesteer.plugin.results import forms
+from saesteer.plugin.worker import counts
 from saesteer.plugin.worker.steering import Steering
 from saesteer.plugin.worker.worker import _wrap_v1, _wrap_v2
 from tests.plugin.admitted import admitted
@@ -48,7 +49,7 @@ class World:
         counts.attach(self.worker, self.steering)
         self.slots: dict[str, int] = {}
 
-    def step(self, batch: list[str], new: list[Any], ended: list[str]) -> counts.Table | None:
+    def step(self, batch: list[str], new: list[Any], ended: list[str]) -> forms.Table | None:
         """What leaves with the output of a step; it may travel to another process."""
         for one in new:
             self.slots[one.req_id] = len(self.slots)
@@ -103,7 +104,7 @@ def test_a_request_whose_names_are_gone_ends_alone(tmp_path: Path, second: bool,
     engine.pin({}, [*engine.registry._pins])
     others = [asked(name, ADD) for name in beside]
     table = world.step([*beside, "gone"], [*others, gone], [])
-    assert table is not None and table.failed == {"gone": failures.GONE}
+    assert table is not None and table.failed == {"gone": forms.GONE}
     assert table.names == [*beside]
     assert table.counted.tolist() == [[0, 1]] * len(beside)
     world.step([*beside], [], ["gone"]) if beside else None

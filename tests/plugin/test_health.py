@@ -16,8 +16,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.utils import ConstantList
 
 from saesteer.errors import UnsupportedError
-from saesteer.plugin.results import failures, health
-from saesteer.plugin.results.health import PERIODS, Health, attach, collapse, look
+from saesteer.plugin.results import forms
+from saesteer.plugin.results.collapse import PERIODS, collapse, end, lengths
+from saesteer.plugin.worker.health import Health, attach, look
 
 INF, NAN = float("inf"), float("nan")
 ROW = st.lists(st.sampled_from([0.0, 1.0, -3.5, 6e4]), min_size=3, max_size=3)
@@ -119,15 +120,15 @@ def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], o
         if request.done:
             break
         request.num_output_tokens = len(request.output_token_ids)
-        before = health.lengths(scheduler, SimpleNamespace(num_scheduled_tokens={"a": several, "gone": 1}))
+        before = lengths(scheduler, SimpleNamespace(num_scheduled_tokens={"a": several, "gone": 1}))
         start = len(request.output_token_ids)
         request.output_token_ids += [9 if at == other_at else token for at in range(start, start + several)]
         outputs = {0: EngineCoreOutputs(outputs=[EngineCoreOutput("a", [token] * several, stop_reason=3)])}
-        health.end(scheduler, outputs, before, after)
+        end(scheduler, outputs, before, after)
         (output,) = outputs[0].outputs
         if request.done:
             assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.ERROR)
-            assert output.kv_transfer_params == {failures.FAILED: "collapsed: 1"}
+            assert output.kv_transfer_params == {forms.FAILED: "collapsed: 1"}
         else:
             assert output.new_token_ids and output.finish_reason is None
     made = request.output_token_ids

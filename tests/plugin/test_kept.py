@@ -28,8 +28,9 @@ from saesteer.errors import RequestRefused, ServerError, SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results import counts, failures
+from saesteer.plugin.results import errors
 from saesteer.plugin.results.kept import LEAST, Handle, Results
+from saesteer.plugin.results.report import Report, _receiving
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.blobs import readout
 from tests.plugin.results import DATA, files, fill_the_disk, kept, layout, results, state
@@ -175,9 +176,9 @@ def test_handles_read_themselves_where_they_are_kept(tmp_path: Path) -> None:
         numbers({"handle": handle})
 
 
-def report(found: Results, choices: int, reads: int = 1) -> counts.Report:
+def report(found: Results, choices: int, reads: int = 1) -> Report:
     one = readout("activation", [(0, END)], inline=False)
-    return counts.Report([], readouts=[one] * reads, rooms=found.promise([layout()] * choices * reads))
+    return Report([], readouts=[one] * reads, rooms=found.promise([layout()] * choices * reads))
 
 
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:
@@ -237,8 +238,8 @@ def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) 
         return SimpleNamespace(reqs_to_abort=[])
 
     sent = {"saesteer": np.zeros(1, np.int32).tobytes()}
-    counts._receiving(original)(processor, [SimpleNamespace(request_id="a", kv_transfer_params=sent)])
-    assert isinstance(queue[-1], failures.SpecRefused), "behind the last output, whose place it takes"
+    _receiving(original)(processor, [SimpleNamespace(request_id="a", kv_transfer_params=sent)])
+    assert isinstance(queue[-1], errors.SpecRefused), "behind the last output, whose place it takes"
     assert queue[-1].code == "no_space" and "No space left on device" in str(queue[-1])
     assert files(found) == []
 

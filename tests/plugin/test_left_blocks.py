@@ -26,8 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from saesteer.planning.plan import END
 from saesteer.plugin.configured import configure
 from saesteer.plugin.prefix_cache import RUNS
-from saesteer.plugin.results.counts import Table
-from saesteer.plugin.results.failures import FAILED
+from saesteer.plugin.results.forms import FAILED, Table
 
 BLOCK, PROMPT = 16, 100
 WORD = "broken: OutOfMemoryError: no room"

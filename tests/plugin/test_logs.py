@@ -24,7 +24,7 @@ from saesteer.consumers.runner import Runner, Ticket
 from saesteer.errors import SpecError
 from saesteer.plugin.configured import configure
 from saesteer.plugin.door import logs
-from saesteer.plugin.results.failures import raise_there
+from saesteer.plugin.results.errors import raise_there
 from saesteer.plugin.worker.steering import Steering
 from tests.plugin.conftest import BRIDGE, WIDTH
 

@@ -18,7 +18,7 @@ from saesteer.plugin.door.admission import Door
 from saesteer.plugin.http import anthropic, bodies
 from saesteer.plugin.http.routes import near
 from saesteer.plugin.names.versions import Names
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
 from tests.spec.catalogs import CATALOG
 
 MISPLACED: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.client import Client
-from saesteer.plugin.results.reads import joined
+from saesteer.plugin.results.unsent import joined
 from tests.plugin.asked import (
     CLAMP,
     EVERYWHERE,

@@ -13,8 +13,8 @@ from vllm.v1.metrics.stats import PrefillStats
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
-from saesteer.plugin.results import counts, rules
-from saesteer.plugin.results.rules import FIRED, RULES
+from saesteer.plugin.results import forms, report, rules
+from saesteer.plugin.results.forms import FIRED, RULES
 from tests.plugin.blobs import blob, inside, readout
 
 PROMPT = 4
@@ -28,7 +28,7 @@ class Scheduler:
 
     def __init__(self, tokens: int, **runs: int) -> None:
         made = [Rule(op, [STOP, FLAG][op == "flag"], ((0, END),), ((0, 0.5, END),), run) for op, run in runs.items()]  # type: ignore[arg-type]
-        params = SimpleNamespace(extra_args={RULES: rules.sent(made), PARSER: None})
+        params = SimpleNamespace(extra_args={RULES: forms.sent(made), PARSER: None})
         self.request: Any = SimpleNamespace(
             request_id="one", num_tokens=tokens, num_prompt_tokens=PROMPT, client_index=3, sampling_params=params
         )
@@ -99,9 +99,9 @@ def test_a_prompt_that_a_stop_has_ended_can_be_echoed_with_its_logprobs(known: i
 
     made: list[Any] = [None, *({7: Logprob(-1.0, 1, "x")} for _ in range(5))]
     state: Any = SimpleNamespace(prompt_len=6, logprobs_processor=SimpleNamespace(prompt_logprobs=made[:known]))
-    state.saesteer = counts.Report([], watches=True, fired=[["stop", STOP, 2]]).of_choice()
+    state.saesteer = report.Report([], watches=True, fired=[["stop", STOP, 2]]).of_choice()
     state.detokenizer = SimpleNamespace(num_output_tokens=lambda: 0)
-    counts._telling(lambda *_: SimpleNamespace())(state, [], FinishReason.STOP)
+    report._telling(lambda *_: SimpleNamespace())(state, [], FinishReason.STOP)
     serving: Any = SimpleNamespace(return_tokens_as_token_ids=False, _get_decoded_token=lambda *_, **__: "x")
     tokenizer = SimpleNamespace(decode=str)
     found = OpenAIServingCompletion._create_completion_logprobs(

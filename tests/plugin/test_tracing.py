@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 from saesteer.plugin.configured import configure
-from saesteer.plugin.results.counts import Report
+from saesteer.plugin.results.report import Report
 from tests.plugin.conftest import BRIDGE, PROMPTS
 from tests.plugin.serving import served
 

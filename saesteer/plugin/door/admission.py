@@ -37,9 +37,9 @@ from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, border_of
 from saesteer.plugin.results.consuming import Wanted
-from saesteer.plugin.results.counts import Report
+from saesteer.plugin.results.forms import RULES, sent
 from saesteer.plugin.results.kept import Results, Room, kept_here
-from saesteer.plugin.results.rules import RULES, sent
+from saesteer.plugin.results.report import Report
 from saesteer.plugin.results.spools import Layout, Spool
 
 _Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the meaning depends on it

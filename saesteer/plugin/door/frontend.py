@@ -13,17 +13,15 @@ Wraps, each in the process that talks to clients:
 
 import asyncio
 import hashlib
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from saesteer import __version__
 from saesteer.config.assets import Assets
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import KEY
 from saesteer.config.modules import check_default
 from saesteer.config.settings import admin_key
 from saesteer.consumers.known import Consumers
@@ -32,6 +30,7 @@ from saesteer.language import spec as language
 from saesteer.language.sites import canonical, expand_sites
 from saesteer.models.families import of_layers, other_widths
 from saesteer.plugin import contract, stages, unservable
+from saesteer.plugin.assets import assets_of, fingerprint
 from saesteer.plugin.configured import wire_of
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages, refuse_steering, without_ours
@@ -43,26 +42,8 @@ from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
 from saesteer.plugin.reasoning import has_parser
 from saesteer.plugin.results import consuming, metrics
-from saesteer.plugin.results.failures import WORDS, SpecRefused
+from saesteer.plugin.results.errors import WORDS, SpecRefused
 from saesteer.plugin.wrap import Original, around
-
-
-def assets_of(vllm_config: Any) -> Assets | None:
-    """What the operator configured, opened once per process; None without saesteer, or with SAESTEER_DISABLE=1."""
-    wire = wire_of(vllm_config)
-    return None if wire is None else opened(wire)
-
-
-@cache
-def opened(wire: str) -> Assets:
-    """The assets of a wire form, as JSON."""
-    return Assets.open(SaesteerConfig.from_json(json.loads(wire)))
-
-
-def fingerprint(assets: Assets) -> str:
-    """Digest of saesteer's version and of everything that its graphs and caches depend on."""
-    return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
-
 
 _serving: list[versions.Names] = []  # the names of this process's server, for what does not know the server
 

@@ -17,7 +17,7 @@ from saesteer.config.config import KEY
 from saesteer.language.alike import parts_of
 from saesteer.language.fields import show
 from saesteer.language.spec import OPS, RULES, Spec
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 _KNOWN = OPS.keys() | RULES.keys()

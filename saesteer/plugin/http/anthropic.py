@@ -21,8 +21,8 @@ from pydantic import create_model
 
 from saesteer.config.config import KEY
 from saesteer.plugin.http.bodies import FIELD, failure, refuse_misplaced, streamed, with_report
-from saesteer.plugin.results import reads
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
+from saesteer.plugin.results.unsent import Unsent, joined
 from saesteer.plugin.wrap import Original, around
 
 _DELTA = "event: content_block_delta\n"
@@ -78,7 +78,7 @@ async def _stream(original: Original, self: Any, generator: AsyncGenerator[Any, 
                 piece = json.loads(chunk.removeprefix("data: "))[KEY]
             if piece is not None:
                 # A delta follows not every chunk, and the end of a message is not that of its last chunk.
-                unsent, ended = reads.joined(unsent, piece), "applied" in piece
+                unsent, ended = joined(unsent, piece), "applied" in piece
             yield chunk
 
     async with aclosing(generator), aclosing(original(self, recorded_chunks())) as events:
@@ -97,7 +97,7 @@ async def _objects(
     original: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     """From 0.33 on, a stream's chunks become events before they are text."""
-    unsent: dict[int, reads.Unsent] = {}
+    unsent: dict[int, Unsent] = {}
     outputs = streamed(result_generator, request, unsent)
     async with aclosing(original(self, request, outputs, *args, **kwargs)) as chunks:
         async for chunk in chunks:

@@ -21,9 +21,9 @@ from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.fields import step
 from saesteer.plugin.http.routes import misplaced, near
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
 from saesteer.plugin.results.kept import one_body
-from saesteer.plugin.results.reads import Unsent
+from saesteer.plugin.results.unsent import Unsent
 from saesteer.plugin.wrap import Original, around
 
 FIELD = f',"{KEY}":'  # as it stands in a stream; in a text the quotes would be escaped

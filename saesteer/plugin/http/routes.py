@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.fields import show
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
 
 # SageMaker's /invocations passes a body on to chat completions or completions.
 SERVED = (

@@ -1,6 +1,6 @@
 """Between vLLM's outputs and the consumers: what is read goes out, and results come into answers. Knows no consumer.
 
-front end  a request's state has a Feed, which gets what has come with each output (counts.py)
+front end  a request's state has a Feed, which gets what has come with each output (report.py)
            when an answer ends, it waits for the consumers that its request names: over HTTP in AsyncLLM.generate, which
            blocks nobody else, offline in LLM. What the operator captures is waited for by nobody
 """

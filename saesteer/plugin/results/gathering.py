@@ -1,6 +1,6 @@
 """What the stages of a pipeline have counted and read of a step, put together. Knows no request's meaning.
 
-worker     an earlier stage has no output of its own: its Snapshot is what it returns (counts.py, earlier.py)
+worker     an earlier stage has no output of its own: its Snapshot is what it returns (worker/earlier.py)
 executor   MultiprocExecutor lets its kv_output_aggregator put the outputs of all ranks together. vLLM has it for KV
            connectors, which are refused. Here it adds the earlier stages' Tables to that of the last one, whose output
            the scheduler gets
@@ -16,8 +16,8 @@ import numpy as np
 
 from saesteer.config.config import KEY
 from saesteer.engine.brought import Brought
-from saesteer.plugin.door import frontend
-from saesteer.plugin.results.counts import Table
+from saesteer.plugin.assets import assets_of
+from saesteer.plugin.results.forms import Table
 from saesteer.plugin.wrap import Original, around
 
 
@@ -71,5 +71,5 @@ def joined(last: Table, earlier: Table) -> Table:
 def _gathering(original: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     original(self, vllm_config, *args, **kwargs)
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 and frontend.assets_of(vllm_config) is not None:
+    if parallel.pipeline_parallel_size > 1 and assets_of(vllm_config) is not None:
         self.kv_output_aggregator = Gathering(parallel.tensor_parallel_size)

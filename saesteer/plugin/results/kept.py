@@ -47,7 +47,7 @@ from saesteer.engine.private import open_in, private
 from saesteer.language.fields import fail, show
 from saesteer.plugin.names.board import lives, meeting_place
 from saesteer.plugin.results import metrics
-from saesteer.plugin.results.failures import unwritten
+from saesteer.plugin.results.errors import unwritten
 from saesteer.plugin.results.spools import Layout, Spool, View, head, remove, view
 
 logger = logging.getLogger("vllm.saesteer")

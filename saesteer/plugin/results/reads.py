@@ -1,27 +1,23 @@
-"""What requests read, on its way from the scheduler into answers. Knows processes, and neither rows nor their form.
+"""What requests read, on its way through the scheduler. Knows processes, and neither rows nor their form.
 
 worker     the snapshot of each step carries what was read of it (engine/readouts.py)
 scheduler  a request's next output carries what was read for it since its last one, in kv_transfer_params; positions
            whose rows are in a file come with an output that may be its last, since nothing is told of them before,
            and the last one waits until they are written, while others' steps go on
 front end  planning/answers.py puts the rows together
-streams    each event says what is new (Unsent)
+streams    each event says what is new (unsent.py)
 """
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from saesteer.config.config import KEY
 from saesteer.engine.brought import Blob, Brought
 from saesteer.engine.filer import Span, join
 from saesteer.engine.spool import Owed
-from saesteer.planning.answers import WORDS
 from saesteer.plugin.results import sending
+from saesteer.plugin.results.forms import READ
 from saesteer.plugin.wrap import Original, around
-
-READ = f"{KEY}_read"  # next to the counts in kv_transfer_params
-_WORDS_OF_ANSWERS = frozenset(WORDS.values())
 
 
 def send(
@@ -112,50 +108,3 @@ def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> N
 def _having(original: Original, self: Any) -> bool:
     """Who is held has one more step: if others are aborted or paused meanwhile, none would follow."""
     return original(self) or bool(vars(self).get("saesteer_held"))
-
-
-class Unsent:
-    """What one choice has told that its stream has not said yet.
-
-    It is taken down as each output comes, since the fields of an answer go on growing while events are on their way.
-    """
-
-    def __init__(self) -> None:
-        self.fields: Mapping[str, Any] = {}  # of the answer so far
-        self._known: dict[str, int] = {}  # how many entries of each read-out were taken down
-        self._new: dict[str, list[Any]] = {}
-        self._ended = False
-
-    def add(self, fields: Mapping[str, Any], *, ended: bool) -> None:
-        """Takes down what an output brings.
-
-        Args:
-            fields: of the answer. Another object is that of another turn, which is a request of its own.
-            ended: whether the output is the choice's last one.
-        """
-        if fields is not self.fields:
-            self.fields, self._known = fields, {}
-        for word in _WORDS_OF_ANSWERS & fields.keys():
-            self._new.setdefault(word, []).extend(fields[word][self._known.get(word, 0) :])
-            self._known[word] = len(fields[word])
-        self._ended = ended
-
-    @property
-    def waits(self) -> bool:
-        """Whether an event before the choice's end has something to say."""
-        return not self._ended and any(self._new.values())
-
-    def take(self, *, end: bool) -> dict[str, Any]:
-        """What the next event says: new entries of read-outs, and at the end of the choice all other fields as well."""
-        if not end and not self.waits:
-            return {}
-        new, self._new = self._new, {word: [] for word in self._new}
-        return {**self.fields, **new} if end else {word: entries for word, entries in new.items() if entries}
-
-
-def joined(before: Mapping[str, Any], piece: Mapping[str, Any]) -> dict[str, Any]:
-    """What pieces of a stream say together: entries of read-outs behind those before, and everything else anew."""
-    found = {**before, **piece}
-    for word in _WORDS_OF_ANSWERS & found.keys():
-        found[word] = [*before.get(word, ()), *piece.get(word, ())]
-    return found

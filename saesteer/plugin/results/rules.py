@@ -8,27 +8,18 @@ front end  the last output's text is whole, and the answer has ``flags``
 Tokens that a later step has computed meanwhile are dropped by vLLM, as if a client had disconnected.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
-from saesteer.config.config import KEY
 from saesteer.engine.brought import Brought
 from saesteer.planning.plan import END, Rule
 from saesteer.planning.rules import Fired, Values, Watch
 from saesteer.plugin.reasoning import PARSER, border_of
 from saesteer.plugin.results import sending
-
-RULES = f"{KEY}_rules"  # next to the spec in extra_args, from the front end to the scheduler
-FIRED = f"{KEY}_fired"  # next to the counts in kv_transfer_params
-
-
-def sent(rules: Sequence[Rule]) -> list[list[Any]]:
-    """Rules as they travel to the scheduler."""
-    return [[one.op, one.field, one.windows, one.bounds, one.run, one.part] for one in rules]
+from saesteer.plugin.results.forms import FIRED, RULES
 
 
 def watched(scheduler: Any, brought: Brought) -> list[tuple[Any, Values]]:
@@ -110,25 +101,3 @@ def _cut(output: Any, tokens: int) -> None:
     for name in ("new_logprobs", "new_sampling_mask"):  # the second from 0.29 on
         if (each := getattr(output, name, None)) is not None:
             setattr(output, name, each.slice_request(0, tokens) if tokens else None)
-
-
-def keep_last_text(detokenizer: Any) -> None:
-    """Makes the last token's text stand in the answer: vLLM takes the token before a stop for a stop token."""
-    detokenizer.update = partial(_whole, detokenizer.update)
-
-
-def fill_prompt_logprobs(state: Any) -> None:
-    """Gives each token of a prompt that a stop has ended a place among its logprobs; those not computed have none.
-
-    vLLM has logprobs of whole prompts alone, and a route that echoes one looks for its last token's.
-
-    Args:
-        state: vLLM's RequestState, without a generated token.
-    """
-    found = state.logprobs_processor.prompt_logprobs
-    for _ in range(0 if found is None else state.prompt_len - len(found)):
-        found.append(None)
-
-
-def _whole(update: Callable[[list[int], bool], Any], new_token_ids: list[int], stop_terminated: bool) -> Any:
-    return update(new_token_ids, False)

@@ -23,8 +23,8 @@ from saesteer.engine.registry import Gone
 from saesteer.engine.sinks import SPOOLS, Sinks
 from saesteer.language.fields import show
 from saesteer.plugin.reasoning import border_in
-from saesteer.plugin.results import counts, drafts, failures, health
-from saesteer.plugin.worker import graphs
+from saesteer.plugin.results.forms import BROKEN, GONE, Guessed
+from saesteer.plugin.worker import counts, drafts, graphs, health
 
 logger = logging.getLogger("vllm.saesteer")
 _Known = Callable[[], tuple[Sequence[int], int]]  # of a request, token ids, and how many of them no step computes now
@@ -125,7 +125,7 @@ class Steering:
         if not gone:
             self._stop_unheard(exc)
         self.forget(request)
-        self.failed[request] = failures.GONE if gone else _broken(exc)
+        self.failed[request] = GONE if gone else _broken(exc)
 
     def _stop_unheard(self, exc: Exception) -> None:
         """End this process, and so the engine: an exception from here vLLM would log, and let this rank go on."""
@@ -213,7 +213,7 @@ class Steering:
         """Each guess is read by itself."""
         return drafts.pieces(self.guesses[name], tokens) if name in self.guesses else whole(name, tokens)
 
-    def settle(self, guessed: Mapping[str, drafts.Guessed], output: Any) -> None:
+    def settle(self, guessed: Mapping[str, Guessed], output: Any) -> None:
         """A step has run: of its guesses, keep what those that hold have counted, and nothing of the others."""
         drafts.settle(self._kept, guessed, output)
         self.engine.forget_drafts()
@@ -257,4 +257,4 @@ class Steering:
 
 
 def _broken(exc: Exception) -> str:
-    return f"{failures.BROKEN}: {type(exc).__name__}: {exc}"[:500]
+    return f"{BROKEN}: {type(exc).__name__}: {exc}"[:500]

@@ -26,11 +26,10 @@ from saesteer.errors import ConfigError
 from saesteer.kernels import ops
 from saesteer.models.families import other_widths
 from saesteer.plugin import contract, stages, unservable
-from saesteer.plugin.door import frontend
+from saesteer.plugin.assets import assets_of, fingerprint
 from saesteer.plugin.names import rpc
 from saesteer.plugin.reasoning import cached_tokens, known_tokens
-from saesteer.plugin.results import counts, drafts, health
-from saesteer.plugin.worker import graphs, layers
+from saesteer.plugin.worker import counts, drafts, graphs, health, layers
 from saesteer.plugin.worker.slots import Rows
 from saesteer.plugin.worker.steering import Steering
 from saesteer.plugin.wrap import Original, around, around_method_of
@@ -40,14 +39,14 @@ logger = logging.getLogger("vllm.saesteer")
 
 def status(self: Any) -> dict[str, str]:
     """What this worker runs, for the handshake; called by name over collective_rpc."""
-    assets = frontend.assets_of(self.vllm_config) if hasattr(self, "saesteer") else None
-    return {"version": __version__, "fingerprint": "" if assets is None else frontend.fingerprint(assets)}
+    assets = assets_of(self.vllm_config) if hasattr(self, "saesteer") else None
+    return {"version": __version__, "fingerprint": "" if assets is None else fingerprint(assets)}
 
 
 @around
 def _attaching(original: Original, self: Any) -> None:
     original(self)
-    assets = frontend.assets_of(self.vllm_config)
+    assets = assets_of(self.vllm_config)
     if assets is not None:
         # Whoever made the config, and whoever answers: a front end without Python checks nothing.
         unservable.refuse(self.vllm_config, assets.config)

@@ -15,7 +15,7 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog
 from saesteer.planning.planner import plan
-from saesteer.plugin.results.failures import SpecRefused
+from saesteer.plugin.results.errors import SpecRefused
 
 WORDS = " a quiet harbour at night"
 LONGEST = 256

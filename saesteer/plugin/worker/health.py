@@ -1,12 +1,7 @@
-"""--fail-fast: whether what each step computes is sound. Ends no request itself, and knows no edit.
+"""--fail-fast on the worker: whether what each step computes is finite. Ends no request itself, and knows no edit.
 
-worker     next to each step's logits, two reductions over the rows that lm_head gets: one of what it reads, one of
-           what it makes. Their results go to the host with the step's tokens, and nothing waits for them
-scheduler  a request with a row that is not finite fails (failures.py) before its token counts, and one whose answer
-           has collapsed fails behind the step
-
-An answer has collapsed once each of its last N tokens (--fail-fast-after) is the token that stands p before it, for
-one period p of up to 16 tokens; N counts as p where it is less, so that a period stands there twice at least.
+Next to each step's logits run two reductions over the rows that lm_head gets: one of what it reads, one of what it
+makes. Their results go to the host with the step's tokens, and nothing waits for them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,14 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.engine import FinishReason
-from vllm.v1.request import RequestStatus
 
 from saesteer.errors import UnsupportedError
-from saesteer.plugin.results import failures, sending
+from saesteer.plugin.results.forms import NON_FINITE
 from saesteer.plugin.wrap import Original, around_method_of
-
-PERIODS = 16  # tokens of the longest period
 
 
 @dataclass(slots=True)
@@ -38,7 +29,7 @@ class Look:
         read, made = self.seen.isfinite().tolist()
         words = {True: "logits", False: "hidden states"}
         rows = zip(self.names, read, made, strict=True)
-        return {name: f"{failures.NON_FINITE}: {words[hidden]}" for name, hidden, all_ in rows if not (hidden and all_)}
+        return {name: f"{NON_FINITE}: {words[hidden]}" for name, hidden, all_ in rows if not (hidden and all_)}
 
     def held(self, output: Any) -> "Look":
         """Without the rows of wrong guesses: each token of a step comes from a row, and those behind do not count.
@@ -113,49 +104,3 @@ def attach(runner: Any, health: Health) -> None:
         logits = original(hidden_states, *args, **kwargs)
         health.see(hidden_states, logits)
         return logits
-
-
-def lengths(scheduler: Any, scheduler_output: Any) -> list[tuple[Any, int]]:
-    """Return vLLM's requests of a step and the lengths of their answers, before the scheduler takes the step."""
-    known = map(scheduler.requests.get, scheduler_output.num_scheduled_tokens)
-    return [(one, one.num_output_tokens) for one in known if one is not None]
-
-
-def end(scheduler: Any, outputs: dict[int, Any], before: Sequence[tuple[Any, int]], after: int) -> None:
-    """End the requests whose answers have collapsed in this step: their output of it carries the word.
-
-    Args:
-        scheduler: the engine's, once it has taken the step.
-        outputs: of the step, by client.
-        before: as ``lengths`` returned it.
-        after: as of ``collapse``.
-    """
-    periods = {one.request_id: of for one, start in before if (of := collapse(one.output_token_ids, start, after))}
-    if not periods:
-        return
-    running = [one.request_id for one, _ in before if one.request_id in periods and not one.is_finished()]
-    scheduler.finish_requests(running, RequestStatus.FINISHED_ERROR)
-    for output in [one for one in sending.of(outputs) if one.request_id in periods]:
-        output.new_token_ids, output.new_logprobs = [], None
-        output.finish_reason, output.stop_reason = FinishReason.ERROR, None
-        sending.carry(output, failures.FAILED, f"{failures.COLLAPSED}: {periods[output.request_id]}")
-
-
-def collapse(ids: Any, start: int, after: int) -> int:
-    """Return the shortest period with which an answer has collapsed at one of its last tokens; 0: it has not.
-
-    For most tokens this is one look at the 16 before it, since a token that is not among them repeats nothing.
-
-    Args:
-        ids: the answer's tokens, a list or vLLM's ConstantList.
-        start: the index of the first token to look at.
-        after: tokens of repetition, --fail-fast-after.
-    """
-    for stop in range(max(start, after) + 1, len(ids) + 1):
-        near = ids[max(0, stop - 1 - PERIODS) : stop]
-        if (token := near.pop()) in near:
-            for period, one in enumerate(reversed(near), 1):
-                begin = stop - max(after, period)
-                if one == token and begin >= period and ids[begin:stop] == ids[begin - period : stop - period]:
-                    return period
-    return 0
