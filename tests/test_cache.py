@@ -100,28 +100,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
     assert cache.digest_of(file) == sha256(file)
 
 
-@pytest.mark.parametrize("wrong", ["", "0" * 63, "Z" * 64, "0" * 65, 7, None, ["0" * 64]])
-def test_what_is_no_digest_is_not_taken_for_one(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, wrong: object
-) -> None:
-    file, kept = write(tmp_path / "a"), tmp_path / "cache" / KEPT
-    cache.digest_of(file)
-    kept.write_text(json.dumps(dict.fromkeys(json.loads(kept.read_text()), wrong)))
-    forget(monkeypatch)
-    assert cache.digest_of(file) == sha256(file)
-
-
-def test_the_cache_is_bounded_and_keeps_the_newest(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "_MOST", 3)
-    files = [write(tmp_path / name, name.encode()) for name in "abcde"]
-    for file in files:
-        cache.digest_of(file)
-    kept = json.loads((tmp_path / "cache" / KEPT).read_text())
-    assert list(kept.values()) == [sha256(file) for file in files[2:]]
-
-
 def test_processes_that_write_at_once_leave_a_whole_file(tmp_path: Path) -> None:
     files = [write(tmp_path / str(n), str(n).encode()) for n in range(20)]
     code = "import sys; from pathlib import Path; import saesteer.loaders.cache as cache\n"

@@ -153,34 +153,6 @@ def test_the_image_starts_our_command() -> None:
     assert set(read_settings(file=DEPLOY / "saesteer.yaml").dictionaries) == {"gs20"}
 
 
-def test_mounted_files_are_there_and_volumes_are_the_images() -> None:
-    for service in COMPOSE["services"].values():
-        for volume in service["volumes"]:
-            source = volume.split(":")[0]
-            if source.startswith("./"):
-                assert (DEPLOY / source).exists(), volume
-            elif not source.startswith("${"):
-                assert source in COMPOSE["volumes"]
-    [volumes] = map(json.loads, words("VOLUME"))
-    targets = {one.removesuffix(":ro").rsplit(":", 1)[1] for one in COMPOSE["services"]["saesteer"]["volumes"]}
-    assert set(volumes) <= targets
-    folders = re.findall(r"(?<! HOME)=(/\S+)", " ".join(words("ENV")))
-    assert len(folders) == 4 and all(folder.startswith("/cache/") for folder in folders)
-
-
-def test_prometheus_and_grafana_find_each_other() -> None:
-    [job] = read("prometheus.yaml")["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"saesteer:{words('EXPOSE')[0]}"]}]
-    [source] = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
-    assert source["url"] == "http://prometheus:9090" and "prometheus" in COMPOSE["services"]
-    assert {panel["datasource"]["uid"] for panel in PANELS} == {source["uid"]}
-    [provider] = read("grafana/provisioning/dashboards/boards.yaml")["providers"]
-    grafana = COMPOSE["services"]["grafana"]
-    assert f"./grafana/boards:{provider['options']['path']}:ro" in grafana["volumes"]
-    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert home == f"{provider['options']['path']}/saesteer.json"
-
-
 def vllm_series() -> Iterator[str]:
     """The names that the installed vLLM exports, as its source has them; importing it takes longer."""
     spec = find_spec("vllm")

@@ -181,19 +181,6 @@ def test_a_dictionary_whose_output_no_sum_holds_needs_its_own_op(tmp_path: Path)
     hf.Model(tiny.made("Llama"), dictionaries=dictionaries)
 
 
-@each_row
-def test_a_family_is_loaded_from_its_files_and_continues_token_by_token(row: str, tmp_path: Path) -> None:
-    """What a cache keeps gives the tokens that one pass over all of them gives."""
-    tiny.made(row).save_pretrained(tmp_path)
-    model = hf.Model(tmp_path, tokenizer=object(), sites=["resid_post.1"])
-    assert next(model.model.parameters()).dtype == torch.float32
-    torch.testing.assert_close(model.logits(IDS), tiny.made(row)(torch.tensor([IDS])).logits[0].detach())
-    edit = {"op": "add", "vector": [1.0] * tiny.WIDTH, "site": "resid_post.1"}
-    made = model.generate(IDS, steer=edit, max_tokens=8)
-    whole = model.logits(IDS + made, steer=edit, prompt_len=len(IDS)).argmax(-1)
-    assert made and made == whole[len(IDS) - 1 : -1].tolist()
-
-
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize("sites", [["resid_mid.1"], []], ids=["mid", "none"])
 def test_other_families_are_refused_by_name(name: str, sites: list[str]) -> None:
@@ -203,29 +190,6 @@ def test_other_families_are_refused_by_name(name: str, sites: list[str]) -> None
     assert f"model {name}ForCausalLM with layers of the class {name}DecoderLayer is not served" in told
     assert all(family.transformers in told for family in FAMILIES)
     assert "\n" not in told
-
-
-def test_models_without_decoder_layers_or_with_several_kinds_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="Linear without decoder layers is not served"):
-        find_trunk(nn.Linear(2, 2), "transformers")
-    model = tiny.made("Llama")
-    model.model.layers[1] = tiny.made("Qwen2").model.layers[1]
-    with pytest.raises(UnsupportedError, match="the class LlamaDecoderLayer, Qwen2DecoderLayer is not served"):
-        hf.Model(model)
-
-
-def test_a_trunk_inside_a_model_with_other_layers_is_found() -> None:
-    """As in one that sees: its other layers come first."""
-
-    class Seeing(nn.Module):
-        def __init__(self, text: Any) -> None:
-            super().__init__()
-            self.layers = 12
-            self.tower = unknown("StableLm").model
-            self.language_model = text
-
-    text = tiny.made("Llama").model
-    assert find_trunk(Seeing(text), "transformers")[0] is text
 
 
 class Layer(nn.Module):

@@ -110,24 +110,6 @@ def test_folders_with_a_dictionary_for_each_layer_are_sets() -> None:
     assert not sets_in(["s", "s/layer_1", "s/layer_2"]), "the folder is a dictionary itself"
 
 
-def test_a_set_below_a_folder_is_one_name(tree: Path) -> None:
-    told = {"dictionary_folder": str(tree), "sites": ["resid_post.1", "resid_post.3"], "inline_rows": 4}
-    assets = Assets.open(SaesteerConfig.from_json(told))
-    catalog = assets.catalog(width=WIDTH, layers=4)
-    door = Door("server", assets.config, Fetching(assets.rows, torch.float32))
-    both = [{**CLAMP, "dictionary": SET, "layer": layer} for layer in (1, 3)]
-    meaning = door.meaning(from_json({"edits": both}), catalog, 4)
-    assert [(one["site"], one["dictionary"], one["layer"]) for one in meaning.applied] == [
-        ("resid_post.1", SET, 1),
-        ("resid_post.3", SET, 3),
-    ]
-    alone = [{**CLAMP, "dictionary": name} for name in NAMES[3:5]]
-    same = door.meaning(from_json({"edits": alone}), catalog, 4)
-    assert [one["version"] for one in same.applied] == [one["version"] for one in meaning.applied]
-    assert [one[2] for one in same.runs] == [one[2] for one in meaning.runs]
-    Assets.open(SaesteerConfig.from_json({**told, "modules": {"m": {"edits": both}}})).catalog(width=WIDTH, layers=4)
-
-
 OF_A_SET: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no layer": ({}, "layer", "missing_field", "expected one of 1, 3"),
     "another layer": (

@@ -13,7 +13,7 @@ from saesteer.errors import SpecError
 from saesteer.loaders.formats import own
 from tests import small_world
 from tests.entries import tensor as numbers_of
-from tests.hf_models import BIAS, IDS, SITE, V, made_with
+from tests.hf_models import IDS, SITE, V, made_with
 
 ADD = {"op": "add", "vector": V.tolist(), "site": SITE, "scale": 3.0}
 
@@ -102,14 +102,6 @@ def test_a_file_of_some_features_gives_them_by_their_numbers(tmp_path: Path, wan
         assert [one for one, _ in row.get("top", [])] == strongest
         named = {str(one): here[one] for one in wanted.get("features", [])}
         assert row.get("features", {}) == pytest.approx(named, abs=1e-5)
-
-
-def test_probes_have_the_bias_of_their_file(model: hf.Model) -> None:
-    answer = model.read(IDS, steer={"return": {"probes": [{"probe": "probe", "scope": {}}]}})
-    [entry] = answer["probes"]
-    assert entry["positions"] == [*range(len(IDS))]
-    expected = model.streams(IDS)[SITE] @ V + BIAS
-    assert entry["scores"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_hidden_states_are_what_the_head_multiplies(model: hf.Model) -> None:

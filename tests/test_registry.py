@@ -15,10 +15,10 @@ from saesteer.engine.registry import KEPT, Gone, Held, Registry
 from saesteer.engine.table import Row
 from saesteer.errors import RegistryError
 from saesteer.language.spec import Spec, from_json
-from saesteer.planning.digests import DIGEST, content_of, digest_of, module_digests, names_in, users_of
+from saesteer.planning.digests import DIGEST, content_of, module_digests
 from saesteer.planning.digests import digest as json_digest
 from saesteer.planning.pins import changed, counts, settle
-from saesteer.planning.plan import Catalog, Direction
+from saesteer.planning.plan import Catalog
 
 SITES = frozenset({"resid_post.2", "resid_post.3"})
 
@@ -68,19 +68,6 @@ def test_rows_lie_at_their_layer_and_before_the_layer_behind() -> None:
         *(tuple(rows.rows[n].tolist()) for n in (2, 3)),
     }
     assert counts(pins) == {"resid_post.2": 3, "resid_post.3": 2}
-
-
-def test_vectors_in_modules_are_pinned_where_they_are_used() -> None:
-    inside = spec(add([0.0, 1.0, 0.0, 0.0]), add([0.0, 0.0, 1.0, 0.0]), add([1.0] * 4, site="resid_post.9"))
-    settled, pins = settle(changed(catalog(), {}, {"m": inside}))
-    edits: Any = inside.edits
-    first, second = edits[0].vector, edits[1].vector
-    assert settled.pinned == {("resid_post.2", Direction(one, None)) for one in (first, second)}
-    assert counts(pins) == {"resid_post.2": 2}
-    named, _ = settle(catalog(v=vector(0, 1, 0, 0)))
-    assert {digest_of(Direction(first, None), settled), digest_of(Direction("v", None), named)} <= {
-        one for _, one in pins
-    }, "a vector is known by its numbers"
 
 
 SIZE, INLINE, ROWS = 4, 2, 3  # slots for pins at a site, slots of a row, rows
@@ -198,14 +185,3 @@ def test_content_is_what_names_stand_for() -> None:
     use = {"op": "use", "module": "inner"}
     assert told(spec(use)) != told(spec({**use, "scale": 0.5})), "scale is the request's, not the module's"
     assert one.digests["inner"] == known(inner, v=vector(*row), w=vector(0, 1, 0, 0)).digests["inner"]
-
-
-def test_names_are_found_through_modules() -> None:
-    modules = {
-        "inner": spec(add("v", when={"probe": "w", "above": 1.0})),
-        "outer": spec({"op": "use", "module": "inner"}, add([1.0, 0.0, 0.0, 0.0])),
-    }
-    found = names_in(spec({"op": "use", "module": "outer"}).edits, modules)
-    assert found == {("module", "outer"), ("module", "inner"), ("vector", "v"), ("vector", "w")}
-    assert users_of([("vector", "w")], modules) == ["inner", "outer"]
-    assert users_of([("vector", "w")], modules, direct=True) == ["inner"]

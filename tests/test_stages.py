@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from saesteer.engine.engine import Engine
-from saesteer.engine.readouts import Segment
 from saesteer.errors import SpecError
 from saesteer.language.sites import order
 from saesteer.language.spec import from_json
@@ -118,29 +117,6 @@ def test_what_another_stage_has_read_is_refused_with_both_sites(whole: Engine, s
         return
     with pytest.raises(SpecError, match=f"edits {there}, on stage {one} .* read at {here}, on stage {two}; expected"):
         row_of(stages[0], spec, 4)
-
-
-def test_each_readout_is_made_on_the_stage_of_its_site(whole: Engine, stages: list[Engine]) -> None:
-    """Sites of two stages never travel as one row, and what lm_head reads is the last stage's."""
-    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
-    spec = {"return": READ}
-    row = row_of(whole, spec, 4)
-    assert row is not None
-    forward(whole, [spec], 4, x)
-    brought = whole.captures.read([Segment("r", row.readings, 0, 0, TOKENS)], x)
-    forward(stages[0], [spec], 4, x, later=stages[1:])
-    found: list[Any] = []
-    for one in stages:
-        row = row_of(one, spec, 4)
-        assert row is not None
-        read = one.captures.read([Segment("r", row.readings, 0, 0, TOKENS)], x if one.is_last else None)
-        assert (read is None) == (not one.sites and not one.is_last)
-        found += read.blobs(["r"])["r"] if read else []
-    assert brought is not None
-    expected = brought.blobs(["r"])["r"]
-    numbers = [number for number, *_ in found]
-    assert len(numbers) == len({*numbers}) > len(expected), "more rows travel, each from one stage"
-    assert sorted(_numbers(found)) == sorted(_numbers(expected))
 
 
 def _numbers(blobs: list[Any]) -> list[float]:

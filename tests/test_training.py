@@ -10,12 +10,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.hf import Model
 from saesteer.loaders import describe, load
 from tests.tiny import VOCABULARY, WIDTH, made
 from tools.own_texts import filled, kept
-from tools.train_dictionary import Measured, Pairs, Recipe, make, measure
+from tools.train_dictionary import Measured, Recipe, make
 
 LAYER, END = 1, 2
 RECIPE = Recipe(features=160, k=6, steps=60, batch=256, rate=3e-3, warm_up=5, dead_after=2048, aux_k=8)
@@ -82,19 +81,3 @@ def test_model_reads_what_it_was_trained_on(trained: tuple[str, Path, Measured, 
     # float32 weights from the bf16 file: only the order of sums differs, which can move a token over the threshold.
     close = torch.isclose(largest, found.max_act, rtol=1e-3, atol=1e-4)
     assert close.float().mean() > 0.97
-
-
-def test_fvu_density_and_l0() -> None:
-    """Against the formulas, for a dictionary whose output is known: y_hat = relu(x), each feature one dimension."""
-    eye = torch.eye(4)
-    info = CoderInfo(format="", d_in=4, d_out=4, features=4, activation="relu")
-    coder = SparseCoder(w_enc=eye, b_enc=torch.zeros(4), w_dec=eye.clone(), b_dec=torch.zeros(4), info=info)
-    x = torch.tensor([[1.0, -2.0, 0.0, 0.0], [3.0, 0.0, -1.0, 0.0], [2.0, 1.0, 0.0, 0.0]])
-    y = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]])
-    found = measure(coder, Pairs(x, y))
-    # Errors: 1 in the first token's last dimension, 1 in the third's second. Variances: 2, 0, 0 and 2/3.
-    assert found.fvu == pytest.approx(2 / (2 + 2 / 3))
-    assert found.l0 == pytest.approx(4 / 3)
-    assert found.density.tolist() == pytest.approx([1.0, 1 / 3, 0.0, 0.0])
-    assert found.max_act.tolist() == [3.0, 1.0, 0.0, 0.0]
-    assert found.dead == 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from saesteer.client import Answer, Capture, Client, numbers
 from saesteer.client.client import Piece
-from saesteer.errors import RequestRefused, ServerError, SpecError
+from saesteer.errors import RequestRefused
 from tests.client.both import both_clients, call
 
 SITE = "resid_post.3"
@@ -85,17 +85,6 @@ def test_fetched_numbers_are_those_of_an_inline_answer(dtype: str, asynchronous:
         assert (caught.value.status, caught.value.code) == (404, "unknown_name")
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\x02" + b"\0" * 7 + b"{}", file(rows([1]))[:-1]])
-def test_what_is_no_result_is_an_error(content: bytes) -> None:
-    with pytest.raises(ServerError, match=r"no result|sent 1 numbers"):
-        call(Server(a=content).answer, "fetch", ["a"], asynchronous=False)
-
-
-def test_a_handle_of_a_server_is_not_read_by_itself() -> None:
-    with pytest.raises(ServerError, match="fetch the handle a with the client"):
-        numbers(handled([1], "a"))
-
-
 def conversation(sizes: list[int]) -> list[dict[str, Any]]:
     edges = np.cumsum([0, *sizes]).tolist()
     roles = [*("user" for _ in sizes[1:]), None]
@@ -151,13 +140,3 @@ def test_what_was_not_read_is_said() -> None:
             found.message(i, SITE)
     with pytest.raises(KeyError, match=r"nothing was read'$"):
         Capture.of({}).at(SITE)
-
-
-def test_pieces_of_several_choices_are_refused() -> None:
-    pieces = [Piece("", None, {}, index, activations=(inline([index]),)) for index in (0, 1)]
-    counted = Piece("", None, {"choices": []}, messages=tuple(conversation([2])))  # of the whole request
-    with Client("http://host", transport=Server().transport) as client:
-        with pytest.raises(SpecError, match=r"^told: got pieces of the choices 0, 1, expected those of one index$"):
-            client.capture(pieces)
-        positions, found = client.capture([pieces[1], counted]).at(SITE)
-    assert (positions.tolist(), found.tolist()) == ([1], rows([1]).tolist())

@@ -1,6 +1,5 @@
 """Each position goes out once, in order, when its token is an input; what is computed again counts once."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.consumers import Array, Rows
+from saesteer.consumers import Rows
 from saesteer.consumers.feed import Feed
-from saesteer.consumers.lines import Logging
 from saesteer.planning.plan import CAPTURE
-from tests.consumers.rows import SITE, readout, request, rows, token, value
+from tests.consumers.rows import SITE, readout, token, value
 from tests.consumers.runners import Direct, ticket, tokens
 
 
@@ -132,30 +130,3 @@ def test_features_and_probes_have_their_arrays() -> None:
     assert second.arrays["scores"].numpy().tolist() == [[0.5], [-0.5]]
     part = first.part(1, 2)
     assert part.positions.tolist() == [3] and part.arrays["indices"].numpy().tolist() == [[9, 3]]
-
-
-def test_bytes_are_exact() -> None:
-    import torch
-
-    numbers = torch.randn(3, 5).to(torch.bfloat16)
-    array = Array("bfloat16", (3, 5), numbers.view(torch.uint8).numpy().tobytes())
-    assert torch.equal(array.tensor(), numbers)
-    assert np.array_equal(array.numpy(), numbers.float().numpy())
-
-
-def test_the_log_has_one_line_for_an_answer(caplog: pytest.LogCaptureFixture) -> None:
-    consumer, asked = Logging({}), request()
-    asked.tokens, asked.finish = [1] * 9, "length"
-    for lo in range(3):
-        consumer.take(asked, rows(0, 3 * lo, 3 * lo + 3, width=4))
-    indices, strengths = Array("int32", (1, 2), np.array([[4, -1]], "<i4").tobytes()), np.array([[2.5, 0.0]], "<f4")
-    arrays: Mapping[str, Array] = {"indices": indices, "strengths": Array("float32", (1, 2), strengths.tobytes())}
-    consumer.take(asked, Rows("features", {"dictionary": "gs20"}, np.arange(1), np.arange(1), arrays))
-    with caplog.at_level("INFO", "vllm.saesteer.consumers"):
-        assert consumer.end(asked) is None
-    assert caplog.messages == [
-        "request 'request 0', choice 0 (9 tokens, length): activation resid_post.3 before: 9 rows, mean norm 8, "
-        "largest 16; features gs20: 1 rows, 4 2.5"
-    ]
-    consumer.drop(asked)
-    assert not consumer._seen, "nothing stays of a request that has ended"

@@ -1,7 +1,6 @@
 """Shards hold each row once with its position, however requests are interleaved, and whatever dies in between."""
 
 import errno
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from saesteer.consumers import DiskError, shards
 from saesteer.consumers.filesystem import Filesystem
 from saesteer.consumers.runner import Policy, Runner, Ticket
 from saesteer.errors import ConfigError, SpecError
-from tests.consumers.rows import SITE, request, rows, token, value
+from tests.consumers.rows import request, rows, token, value
 
 WIDE = 100  # numbers
 MOST = rows(0, 0, 10, WIDE).nbytes  # ten such rows
@@ -193,29 +192,6 @@ def test_a_full_disk_fails_the_request_that_it_meets(tmp_path: Path) -> None:
     consumer.close()
     assert {id for id, _ in found(tmp_path)} == {"request 1", "request 2"}
     assert not [*tmp_path.glob(".*")]
-
-
-def test_a_full_disk_loses_what_was_captured_and_goes_on(tmp_path: Path) -> None:
-    consumer = filesystem(tmp_path)
-    with dying_at(1, no_space), pytest.raises(DiskError):
-        consumer.take(request(2, captured=True), rows(2, 0, 25, WIDE))
-    consumer.take(request(3, captured=True), rows(3, 0, 2, WIDE))
-    consumer.close()
-    assert ("request 3", 1) in found(tmp_path)
-
-
-def test_the_answer_names_the_shards(tmp_path: Path) -> None:
-    consumer = filesystem(tmp_path)
-    asked = request(parameters=consumer.check({"tag": "run7"}, "at"))
-    consumer.take(asked, rows(0, 0, 4))
-    told = consumer.end(asked)
-    (shard,) = told["shards"]
-    assert told == {"tag": "run7", "shards": [shard], "rows": 4}
-    about = json.loads((tmp_path / shard / "rows.json").read_text())
-    assert about["tensors"] == {"activation.resid_post.3.before": {"kind": "activation", **SITE, "array": "data"}}
-    assert shard.startswith("requests/run7/") and about["pieces"][0]["request"] == "request 0"
-    assert not consumer._series
-    consumer.close()
 
 
 def test_rows_that_are_lost_are_counted_as_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,23 +38,6 @@ def test_it_is_what_loops_find() -> None:
     assert gathered.spots(4, spans) == () and gathered.density(4) == 0
 
 
-def test_the_strongest_value_may_be_below_zero() -> None:
-    """As the activations of abstopk are."""
-    gathered, spans = Gathered(3, 2), [[(at, at + 1) for at in range(4)]] * 2
-    gathered.add(0, Active.of(torch.tensor([[-3.0, 1.0, 0.0], [-1.0, -2.0, 0.0], [3.0, 0.5, 0.0]]), 1))
-    gathered.add(1, Active.of(torch.tensor([[2.0, -4.0, -0.5]]), 1))
-    assert gathered.max_act.tolist() == [3.0, 4.0, 0.5]
-    assert [gathered.density(row) for row in range(3)] == [1.0, 1.0, 0.25]
-    assert gathered.spots(0, spans) == (Spot(-3.0, 0, 1, 2), Spot(2.0, 1, 1, 2))
-    assert gathered.spots(1, spans) == (Spot(-4.0, 1, 1, 2), Spot(-2.0, 0, 2, 3))
-    assert gathered.spots(2, spans) == (Spot(-0.5, 1, 1, 2),)
-
-
-def test_nothing_was_read() -> None:
-    gathered = Gathered(3, 2)
-    assert gathered.density(1) == 0.0 and gathered.spots(1, []) == ()
-
-
 def test_contrast_is_the_difference_of_means() -> None:
     dense, sides = texts(), []
     for part in (dense[:1], dense[2:]):

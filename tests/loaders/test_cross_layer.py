@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, LoadError
@@ -61,32 +60,12 @@ def test_what_is_known_says_what_it_is(case: across.Case, tmp_path: Path) -> Non
     assert opened.sites(LAYERS) == ("mlp_in.1", "resid_post.1", "resid_post.2")
 
 
-def test_one_file_of_all_layers_is_counted_once(tmp_path: Path) -> None:
-    place = across.llamascopium(tmp_path, across.layers())
-    size = sum((place / name).stat().st_size for name in ("config.json", "sae_weights.safetensors"))
-    assert f"{size / 1e3:.1f} KB on disk" in assets(place).memory(4)[0]
-
-
 def test_sites_that_the_files_do_not_say_are_named(tmp_path: Path) -> None:
     place = across.circuit_tracer(tmp_path, across.layers(), feature_input_hook=None, feature_output_hook=None)
     with pytest.raises(ConfigError, match="do not say where they belong"):
         assets(place)
     info = assets(f"{place}@resid_mid:mlp_out").infos["clt@1"]
     assert (info.site_in, info.writes) == ("resid_mid.1", ("mlp_out.1", "mlp_out.2"))
-
-
-def test_a_report_of_layers_in_one_file(tmp_path: Path) -> None:
-    place = across.llamascopium(tmp_path, across.layers())
-    assert "3 dictionaries, of layer 0 to 2" in report(place)
-    assert "mlp_in.1 -> mlp_out.1 to mlp_out.2" in report(f"{place}@1")
-
-
-def test_a_report_names_the_kind(tmp_path: Path) -> None:
-    text = report(f"{across.circuit_tracer(tmp_path, across.layers())}/W_enc_0.safetensors")
-    assert "cross-layer transcoder" in text
-    assert "nothing: rows of its features come with requests" in text
-    assert "reconstruct: it makes no layer's output alone" in text
-    assert "mlp_in.0 -> mlp_out.0" in text and "mlp_out.2" in text
 
 
 WRONG = across.wrong()

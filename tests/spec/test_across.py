@@ -5,7 +5,6 @@ from typing import Any
 
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.language.spec import Spec, add, clamp, reconstruct
-from saesteer.planning.by_rows import features_of
 from saesteer.planning.plan import Catalog, Feature
 from saesteer.planning.planner import Plan, plan
 from saesteer.planning.runs import contents
@@ -65,11 +64,6 @@ def test_clamps_of_all_layers_form_a_group_at_a_site() -> None:
     assert [(read.site, read.register) for read in behind.reads] == [("mlp_in.5", 0), ("resid_post.6", 1)]
 
 
-def test_min_and_max_make_a_band_at_every_site() -> None:
-    found = planned(of(6, value=1.0, mode="min"), of(6, value=2.0, mode="max"))
-    assert [[(one.low, one.high) for one in group.changes] for group in found.groups] == [[(1.0, 2.0)]] * 2
-
-
 def test_a_condition_and_a_strength_are_read_once_for_all_sites() -> None:
     gate = {"dictionary": "clt", "layer": 5, "feature": 7, "above": 1.0}
     found = planned(of(6, value={"probe": "v"}, mode="add", when=gate), catalog=replace(CATALOG, sites=None))
@@ -80,12 +74,6 @@ def test_a_condition_and_a_strength_are_read_once_for_all_sites() -> None:
     for group in found.groups:
         [change] = group.changes
         assert (change.gates, change.held, change.strength) == (condition.bit, feature, strength)
-
-
-def test_the_rows_of_every_target_are_asked_for() -> None:
-    assert set(features_of(planned(of(5)), CATALOG)) == {Feature("clt@5", 3, target) for target in range(3)}
-    reading = planned(add("v", "resid_post.7", {"dictionary": "clt", "layer": 5, "feature": 3}))
-    assert set(features_of(reading, CATALOG)) == {Feature("clt@5", 3)}
 
 
 def test_blocks_are_kept_apart_by_each_decoder_row() -> None:

@@ -6,7 +6,7 @@ Work is counted in lines of Python that run, so that a busy machine changes noth
 
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,15 +17,8 @@ from hypothesis import strategies as st
 import saesteer.planning.planner
 from saesteer.config.modules import read_modules
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language.edits import Gate, Mode, Scope, Strength
-from saesteer.language.rules import Watched
+from saesteer.language.edits import Mode
 from saesteer.language.spec import (
-    OPS,
-    RULES,
-    ActivationRead,
-    FeatureRead,
-    InlineVector,
-    Return,
     Spec,
     ablate,
     add,
@@ -35,7 +28,6 @@ from saesteer.language.spec import (
     reconstruct,
     use,
 )
-from saesteer.planning.digests import module_digests, users_of
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.planning.messages import resolve
 from saesteer.planning.planner import Catalog, Plan, plan
@@ -215,12 +207,6 @@ def test_a_server_does_not_start_with_modules_that_no_request_could_use() -> Non
             read_modules(wire, dictionaries=["gs15"], vectors=[])
 
 
-def test_a_circle_has_no_digest_and_users_in_it() -> None:
-    known = catalog(a=[use("b")], b=[use("a")], c=[use("a")], d=[use("gone")], e=[clamp("gs15", 1, 1.0)])
-    assert list(module_digests(known)) == ["e"]
-    assert users_of([("module", "a")], known.modules) == ["a", "b", "c"]
-
-
 def test_no_more_edits_are_looked_at_than_the_server_takes_entries() -> None:
     asked = 0
 
@@ -241,23 +227,3 @@ def test_no_more_edits_are_looked_at_than_the_server_takes_entries() -> None:
     three: list[Any] = [clamp("gs15", 1, value, mode, scope=first) for mode, value in BAND]
     three.append(reconstruct("gs15", "keep", scope=first))
     assert plan(resolve(Spec(tuple(three)), catalog(1), 200, ["user"] * 2, spans), catalog(1), 200)
-
-
-def test_defaults_are_right_as_they_are() -> None:
-    """A field at its default is not checked again in each of a request's records."""
-    for cls in (
-        *OPS.values(),
-        *RULES.values(),
-        Watched,
-        Gate,
-        Strength,
-        Scope,
-        Spec,
-        Return,
-        FeatureRead,
-        ActivationRead,
-        InlineVector,
-    ):
-        for one in fields(cls):
-            if one.default is not MISSING:
-                assert one.metadata["check"](one.default, one.name) == one.default, (cls, one.name)

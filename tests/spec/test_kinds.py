@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.errors import SpecError
-from saesteer.language.spec import MAX_EDITS, ablate, add, cap, clamp, from_json, reconstruct, use
+from saesteer.language.spec import ablate, add, cap, clamp, from_json, reconstruct, use
 from saesteer.planning.plan import MOST_CONDITIONS
 from saesteer.planning.planner import END, Catalog, Change, Direction, Plan, Whole, plan
 from tests.spec.kinds import INFOS, SITES, VECTORS
@@ -56,29 +55,6 @@ def test_what_each_kind_becomes() -> None:
 
 def sizes(*edits: Any) -> list[int]:
     return [len(group.changes) for group in planned(*edits).groups]
-
-
-def test_plain_adds_that_stand_together_are_one_group() -> None:
-    plain, matched = add("any", "resid_post.15"), add("any", "resid_post.15", norm="match")
-    assert sizes(plain, plain, add("any", "resid_post.20"), plain) == [3, 1]
-    assert sizes(plain, matched, plain) == [1, 1, 1]
-    assert sizes(matched, matched) == [1, 1]
-    assert sizes(plain, ablate("any", "resid_post.15"), plain) == [1, 1, 1]
-    assert sizes(plain, clamp("gs15", 1, 1), clamp("gs15", 2, 1), plain) == [1, 2, 1]
-
-
-def test_use_is_a_barrier() -> None:
-    one, two = clamp("gs15", 1, 1), clamp("gs15", 2, 1)
-    assert sizes(one, two) == [2]
-    assert sizes(one, use("empty"), two) == [1, 1]
-    assert sizes(one, use("deep"), two) == [1, 1, 1, 1]
-
-
-def test_scales_of_modules_multiply() -> None:
-    first, second = planned(use("deep", -0.5)).groups
-    assert first.changes[0].gain == -1.0
-    assert second.changes[0].gain == -0.5
-    assert first.changes[0].field == "saesteer.edits[0].module.edits[0].module.edits[0]"
 
 
 def places(*edits: Any) -> list[tuple[str, int | None]]:
@@ -133,15 +109,6 @@ def test_a_probe_of_several_layers_is_read_with_the_row_of_the_layer_as_written(
     rows = [(f"resid_post.{layer - 1}", Direction("each", layer)) for layer in (15, 16, 20)]
     assert [(one.site, one.target) for one in found.conditions] == rows
     assert [(one.site, one.target) for one in found.reads] == rows
-
-
-def test_equal_conditions_share_a_bit() -> None:
-    other = {**FEATURE, "below": 4.0}
-    found = planned(gated(FEATURE), gated([other, FEATURE]), gated(FEATURE, "resid_post.20"))
-    assert len(found.conditions) == 2
-    bits = {one.below: one.bit for one in found.conditions}
-    masks = [group.changes[0].gates for group in found.groups]
-    assert masks == [bits[float("inf")], bits[float("inf")] | bits[4.0], bits[float("inf")]]
 
 
 def test_a_bit_is_given_again_behind_its_last_edit() -> None:
@@ -247,30 +214,3 @@ def test_edits_by_the_norm_behind_resid_mid_do_not_stand_beside_edits_of_resid_m
     field, code, message = refusal(gated({**source, "above": 1.0}, "resid_mid.16"))
     assert (field, code) == ("saesteer.edits[0].when.dictionary", "conflict")
     assert "reads mlp_in_pregain.16, which comes after resid_mid.16" in message
-
-
-def test_names_are_told() -> None:
-    for edit, words in [
-        (use("clam"), ["did you mean 'calm'?", "calm, deep"]),
-        (add("eech", "resid_post.15"), ["did you mean 'each'?", "any, each, early, one"]),
-        (use("ring"), ["'ring' uses 'gnir' uses 'ring'"]),
-        (add("any", "resid_post.3"), ["--sites resid_post.3", "resid_mid.16"]),
-    ]:
-        message = refusal(edit)[2]
-        assert all(word in message for word in words), message
-
-
-def test_modules_that_double_are_cut_off() -> None:
-    field, code, message = refusal(use("m30"))
-    assert code == "too_many" and field.endswith(".module") and f"module {MAX_EDITS + 1} in a row" in message
-    many = Catalog(INFOS, SITES, 10**6, VECTORS, {"x": from_json({"edits": [ablate("any", "resid_post.15")] * 64})}, 4)
-    with pytest.raises(SpecError, match=rf"expected at most {MAX_EDITS}") as caught:
-        planned(*[use("x")] * 65, catalog=many)
-    assert caught.value.field == "saesteer.edits[64].module.edits[0]"
-
-
-def test_conditions_count_as_entries() -> None:
-    catalog = Catalog(INFOS, SITES, 3, VECTORS)
-    assert planned(gated(FEATURE), gated(FEATURE), catalog=catalog)
-    with pytest.raises(SpecError, match="makes more than 3 entries with edits\\[1\\], expected at most 3"):
-        planned(gated(FEATURE), gated({**FEATURE, "above": 2.0}), catalog=catalog)

@@ -11,7 +11,7 @@ from saesteer.errors import SpecError
 from saesteer.language.edits import Scope
 from saesteer.language.spec import Return, Spec, add, clamp, from_json
 from saesteer.planning.messages import named, resolve
-from saesteer.planning.plan import END, Direction, Plan, Readout
+from saesteer.planning.plan import END, Direction, Readout
 from saesteer.planning.planner import plan
 from saesteer.planning.readouts import captures, readouts
 from saesteer.planning.runs import contents, runs
@@ -39,12 +39,6 @@ def test_features() -> None:
     assert (found.dictionary, found.top_k, found.features) == ("set@15", 0, (99, 0))
     assert (found.after, found.recompute) == (True, False)
     assert one(features=[{"dictionary": "few", "features": [900]}]).features == (900,)
-
-
-def test_there_are_no_more_strongest_features_than_features() -> None:
-    assert one(features=[{"dictionary": "few"}]).top_k == 3
-    assert one(features=[{"dictionary": "few", "top_k": 3}]).top_k == 3
-    assert one(features=[{"dictionary": "top15"}]).top_k == 8, "it may list fewer"
 
 
 def test_where_features_are_read() -> None:
@@ -107,20 +101,6 @@ def test_hidden_states() -> None:
     found = one(hidden={"scope": {"positions": [[-1, None]]}, "cached": "skip"})
     assert (found.last, found.windows, found.recompute) == (False, ((P - 1, P),), False)
     assert planned(hidden=False) == ()
-
-
-def test_before_and_after_are_two_reads() -> None:
-    both = [{"at": "before"}, {"at": "after"}]
-    assert [found.after for found in planned(activations=[{"site": "z.15", **moment} for moment in both])] == [
-        False,
-        True,
-    ]
-
-
-def test_every_site_is_kept_where_nothing_else_is_said() -> None:
-    for catalog in (replace(CATALOG, reads=None), replace(CATALOG, sites=None, reads=None)):
-        assert planned(catalog, activations=[{"site": "resid_post.16"}])[0].op == "resid_post.16"
-    assert planned(replace(CATALOG, sites=None, reads=None), activations=[{"site": "mlp_out.3"}])[0].op == "mlp_out.3"
 
 
 def test_a_handle_takes_the_place_of_the_numbers() -> None:
@@ -199,11 +179,6 @@ def test_refusals(field: str, code: str, wanted: dict[str, Any], words: list[str
     assert len(str(caught.value)) < 500
 
 
-def test_generated_tokens_may_be_asked_for_whether_or_not_there_will_be_any() -> None:
-    assert one(**features(scope={"generated": True})).windows == GENERATED
-    assert one(**features(scope={"positions": [[50, 60]]})).windows == ((50, 60),)
-
-
 @settings(max_examples=300, deadline=None)
 @given(near_scopes, st.integers(1, 40))
 def test_reads_hold_what_edits_hold_and_position_0(scope: Scope, prompt_len: int) -> None:
@@ -254,10 +229,6 @@ def test_reads_are_in_no_key_and_edit_nothing() -> None:
     assert runs(only, contents(only, CATALOG)) == ()
 
 
-def test_doses_are_no_reads() -> None:
-    assert plan(Spec(returns=Return(dose=True)), CATALOG, P) == Plan()
-
-
 def test_messages_become_positions() -> None:
     spec = Spec((clamp("gs15", 1, 1.0, scope={"messages": "user"}),), everything(messages=["system", -1]))
     found = resolve(spec, CATALOG, PROMPT, ROLES, spans)
@@ -283,13 +254,6 @@ def test_messages_that_are_not_there(scope: dict[str, Any], field: str, code: st
     with pytest.raises(SpecError) as caught:
         resolve(spec, CATALOG, PROMPT, ROLES, spans)
     assert (caught.value.field, caught.value.code) == (f"saesteer.return.probes[0].{field}", code)
-
-
-def test_messages_of_reads_make_no_entries() -> None:
-    """The server's limit on entries is for edits."""
-    spec = Spec(returns=everything(messages=["user"]))
-    narrow = replace(CATALOG, max_entries=1)
-    assert resolve(spec, narrow, PROMPT, ROLES, spans) == resolve(spec, CATALOG, PROMPT, ROLES, spans)
 
 
 def told(wanted: Return, prompt_len: int) -> tuple[tuple[Readout, ...], SpecError | None]:

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import SpecError
-from saesteer.language.spec import InlineVector, Spec, add, cap, clamp, reconstruct, use
-from saesteer.planning.planner import Catalog, Direction, Feature, Plan, Whole, plan
+from saesteer.language.spec import Spec, add, cap, clamp, reconstruct, use
+from saesteer.planning.planner import Catalog, Feature, Plan, Whole, plan
 from tests.spec.catalogs import CATALOG, Info, Set
 from tests.spec.plans import P, refusal
 
@@ -120,19 +119,6 @@ def test_a_vector_of_several_layers_may_have_a_factor_for_each() -> None:
     assert "got 1 numbers for the 2 layers" in message
     with pytest.raises(SpecError, match=r"add\.scales: is one number for each layer, expected a kind alone"):
         add("v", "resid_post.7", scales=[1.0])
-
-
-def test_factors_stand_for_ascending_layers_whatever_the_order_of_a_vector_s_rows() -> None:
-    rows = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
-    brought = InlineVector("float32", (2, 2), rows.tobytes(), (15, 7))
-    catalog = replace(CATALOG, vectors={"v": from_inline(brought)}, width=2)
-    for vector in ("v", brought):
-        found = plan(Spec(edits=(add(vector, "resid_post", scales=[1.0, -3.0]),)), catalog, P)
-        changes = {group.site: (group.changes[0].target, group.changes[0].shift) for group in found.groups}
-        assert changes == {
-            "resid_post.7": (Direction(vector, 7), 1.0),
-            "resid_post.15": (Direction(vector, 15), -3.0),
-        }
 
 
 def test_products_that_float32_cannot_hold_are_refused() -> None:

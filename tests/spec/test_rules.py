@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.language.rules import Rule as Wanted
-from saesteer.language.rules import Watched
-from saesteer.language.spec import Gate, Scope, Spec, Stop, clamp, flag, from_json, stop
+from saesteer.language.spec import Scope, clamp, flag, from_json, stop
 from saesteer.planning.plan import END, MOST_RULES, Direction, Plan, Readout, Rule
 from saesteer.planning.planner import plan
 from saesteer.planning.readouts import first_recomputed
-from saesteer.planning.rules import Fired, Watch, flags
+from saesteer.planning.rules import Fired, Watch
 from saesteer.planning.runs import contents, runs
 from tests.spec.plans import P, refusal_of
 from tests.spec.reads import CATALOG, GENERATED
@@ -82,19 +80,6 @@ def test_a_dictionary_that_is_served_by_rows_cannot_be_watched() -> None:
         assert (field, code) == (f"{at}.when[1].dictionary", "not_served")
         assert "reads 'rows', which needs the whole dictionary" in message
         assert "start it with --dictionary NAME=PLACE, without rows:" in message
-
-
-def test_a_scope_of_the_prompt_without_a_token() -> None:
-    assert refusal(stop(RISK, scope={"positions": [[P, None]], "prompt": True}))[:2] == (f"{AT}.scope", "empty_scope")
-    field, code, _ = refusal(stop(RISK, scope={"messages": "user"}))
-    assert (field, code) == (f"{AT}.scope.messages", "not_served")
-
-
-def test_python_and_json_say_the_same() -> None:
-    assert stop(RISK, 3) == stop(Gate(probe="one", above=0.5), 3) == Stop(3, when=(Watched(probe="one", above=0.5),))
-    wire = {"op": "flag", "for": 2, "when": RISK, "scope": {"prompt": True}}
-    assert [*from_json({"edits": [wire]}).edits] == [flag(RISK, 2, {"prompt": True})]
-    assert Spec(edits=(flag(RISK, 2, {"prompt": True}),)).to_json() == {"edits": [wire]}
 
 
 def test_what_a_rule_becomes() -> None:
@@ -337,20 +322,6 @@ def test_a_position_counts_once_and_not_before_its_token_is_known(first: list[fl
     again, counted = Watch([rule]), Watch([rule])
     assert not again.look({number: failing}, 20) and again.look({number: holding}, 21)[0].position == 20
     assert not counted.look({number: failing}, 21) and not counted.look({number: holding}, 21)
-
-
-def test_flags_of_an_answer() -> None:
-    fired = [Fired("flag", "saesteer.edits[1]", 4), ["stop", "saesteer.edits[0]", 6]]
-    assert flags(fired, 7) == [
-        {"edit": "saesteer.edits[1]", "position": 4},
-        {"edit": "saesteer.edits[0]", "position": 6},
-    ]
-    assert flags(fired, 6) == flags(fired, 5) == [{"edit": "saesteer.edits[1]", "position": 4}]
-
-
-def test_rules_are_edits_of_the_language() -> None:
-    spec = from_json({"edits": [stop(RISK)]})
-    assert isinstance(spec.edits[0], Wanted) and [*spec.edits[0].mentions()] == [("probe", "when[0].probe", "one")]
 
 
 @pytest.mark.parametrize(("holding", "fired"), [((1, 4, 6), []), ((1, 4, 5), [5])])

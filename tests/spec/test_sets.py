@@ -1,7 +1,5 @@
 """Sets: a dictionary and a layer name what a dictionary of its own would, wherever a request may name one."""
 
-import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saesteer.errors import SpecError
-from saesteer.language.spec import FeatureRead, Gate, Strength, clamp, from_json, reconstruct
+from saesteer.language.spec import clamp, from_json, reconstruct
 from saesteer.planning.applied import applied
-from saesteer.planning.messages import resolve
 from saesteer.planning.plan import Catalog, member
 from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents, runs
@@ -116,29 +113,3 @@ def test_refusals(edit: dict[str, Any], field: str, code: str, words: str) -> No
         plan(from_json({"edits": [edit]}), SET, 9)
     assert (caught.value.field, caught.value.code) == (f"saesteer.edits[0].{field}", code)
     assert words in str(caught.value)
-
-
-def test_its_own_layer_may_be_said_of_a_dictionary_that_is_no_set() -> None:
-    wire = {"edits": [CLAMP | {"dictionary": "own", "layer": 15}]}
-    assert plan(from_json(wire), SET, 9) == plan(from_json({"edits": [CLAMP | {"dictionary": "own"}]}), SET, 9)
-
-
-def test_messages_leave_alone_what_the_layer_leaves_alone() -> None:
-    def starts(layer: int) -> int:
-        wire = CLAMP | {"layer": layer, "scope": {"messages": "user"}}
-        spec = resolve(from_json({"edits": [wire]}), SET, 12, ["user"], lambda runs, at: [(0, 9)])
-        return json.loads(json.dumps(spec.to_json()))["edits"][0]["scope"]["positions"][0][0]
-
-    assert [starts(layer) for layer in (7, 20)] == [4, 1]
-
-
-def test_python_builders_take_a_layer() -> None:
-    assert clamp("gs", 3, 1.0, layer=7).to_json()["layer"] == 7
-    assert reconstruct("gs", layer=7).to_json()["layer"] == 7
-    assert Gate("gs", 3, above=1.0, layer=7).to_json() == {"dictionary": "gs", "feature": 3, "layer": 7, "above": 1.0}
-    assert Strength("gs", 3, layer=7).to_json() == {"dictionary": "gs", "feature": 3, "layer": 7}
-    assert "layer" not in clamp("gs", 3, 1.0).to_json()
-    read = [FeatureRead("gs", layer=n) for n in (7, 7)]
-    with pytest.raises(SpecError, match="already"):
-        from_json({"return": {"features": read}})
-    assert len(from_json({"return": {"features": [read[0], replace(read[0], layer=8)]}}).returns.features) == 2
