@@ -7,7 +7,7 @@
 The first asks an engine for everything: each feature at five doses, four questions each. On an H200 an engine takes two
 minutes to start and answers some 170 requests a second, and engines with some of the features each can share the GPU. A
 run that was cut short goes on where it ended. The second asks for a few features, which a CPU does, too. The
-third needs no engine: it stores what the answers say of each feature with the labels.
+third needs no engine: it stores what the answers say of each feature with the labels, and which words are alike.
 
 A file of answers is gzipped JSON lines. The first line says what was asked; each other one holds a dose `d`, a feature
 `f`, and as `a` the token ids of the answers. The answers without a clamp have dose 0 and feature -1.
@@ -32,6 +32,7 @@ from saesteer.labels.places import beside
 from saesteer.labels.writing import keep
 from saesteer.loaders import describe
 from saesteer.model import ensure_model
+from tools.alike import alike
 
 CHUNK = 512  # features that are asked for at once
 Line = dict[str, Any]
@@ -133,7 +134,9 @@ def main() -> None:
     if given.answers:
         ask(given)
     else:
-        keep(beside(DICTIONARIES[given.dictionary]), effects(told(given.from_answers)))
+        file, found = beside(DICTIONARIES[given.dictionary]), effects(told(given.from_answers))
+        keep(file, found)
+        keep(file, (), alike(file, found, ensure_model(print)))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ _WRITES = f"""
 SELECT writes.id / {RANKS}, writes.dose, min(max(CAST(writes.share AS INTEGER), 0), 100)
 FROM written JOIN writes ON writes.id = written.rowid
 WHERE written MATCH ? ORDER BY 3 DESC, 1 LIMIT ?"""
+_ALIKE = "SELECT CAST(known AS TEXT) FROM alike WHERE alike MATCH ? AND length(known) < 32 LIMIT 1"
 _VOCABULARY = "SELECT DISTINCT CAST(word AS TEXT) FROM writes WHERE length(word) < 32 ORDER BY 1 LIMIT 20000"
 _STEMS = """
 CREATE VIRTUAL TABLE words USING fts5(word, tokenize='porter unicode61');
@@ -57,7 +58,7 @@ def ranked(ask: Ask, words: Sequence[str], *, measured: bool) -> tuple[list[Hit]
     if not measured:
         return [Hit(-score, feature) for feature, score in ask(_LABELS, _either(words), _POOL)], None
     instead: str | None = None
-    known = [one for one in words if _is_known(ask, one)]
+    known = [one for one in words if is_known(ask, one)]
     if not known:
         near = [found for one in words for found in _similar(ask, one)]
         known, instead = near or [*words], " ".join(near) or None
@@ -76,15 +77,16 @@ def _either(words: Sequence[str]) -> str:
     return " OR ".join(f'"{word}"' for word in words)
 
 
-def _is_known(ask: Ask, word: str) -> bool:
+def is_known(ask: Ask, word: str) -> bool:
     """Whether a feature writes a word or is strongest on it; a word that is only near may be cut off."""
     named = ask("SELECT 1 FROM words WHERE words MATCH ? LIMIT 1", f'{{label peaks}}: "{word}"')
     return bool(named or ask("SELECT 1 FROM written WHERE written MATCH ? LIMIT 1", f'"{word}"'))
 
 
 def _similar(ask: Ask, word: str) -> list[str]:
-    written = [one for (one,) in ask(_VOCABULARY)]
-    return get_close_matches(word, written, 1, _SIMILAR)
+    """The written word that a word is closest to in meaning, or else in spelling; none where nothing is close."""
+    alike = [one for (one,) in ask(_ALIKE, f'"{word}"')]
+    return alike or get_close_matches(word, [one for (one,) in ask(_VOCABULARY)], 1, _SIMILAR)
 
 
 def stems(words: Sequence[str]) -> dict[str, str]:

@@ -48,12 +48,14 @@ CREATE TABLE examples (feature INTEGER, rank INTEGER, value REAL, text INTEGER, 
   PRIMARY KEY (feature, rank)) WITHOUT ROWID;
 CREATE VIRTUAL TABLE words USING fts5(label, peaks, near, promotes, content='', tokenize='porter unicode61');
 """
-# What clamps of features make the model write, in a file where that has been measured. `share` is in percent.
+# What clamps of features make the model write, in a file where that has been measured. `share` is in percent. A
+# word that no feature has is looked for as the written word, `known`, that is most like it in meaning.
 EFFECTS = """
 CREATE TABLE clamps (feature INTEGER PRIMARY KEY, breaks REAL);
 CREATE TABLE writes (id INTEGER PRIMARY KEY, word TEXT NOT NULL, dose REAL NOT NULL, share INTEGER NOT NULL);
 CREATE VIRTUAL TABLE written USING fts5(word, content='writes', content_rowid='id', columnsize=0,
   tokenize='porter unicode61');
+CREATE VIRTUAL TABLE alike USING fts5(word, known UNINDEXED, columnsize=0, tokenize='porter unicode61');
 """
 
 
@@ -381,7 +383,8 @@ def _guard(base: sqlite3.Connection) -> None:
 def _objects(base: sqlite3.Connection) -> Mapping[str, str]:
     """Kind and text of everything in a schema, by name; of FTS5's own tables, whose texts are its own, the kind."""
     rows = base.execute("SELECT name, type, sql FROM sqlite_master LIMIT 64").fetchall()
-    return {str(name): kind if re.match("words_|written_", str(name)) else f"{kind} {sql}" for name, kind, sql in rows}
+    own = re.compile("(words|written|alike)_")
+    return {str(name): kind if own.match(str(name)) else f"{kind} {sql}" for name, kind, sql in rows}
 
 
 @cache

@@ -23,8 +23,13 @@ def write(path: Path, about: About, texts: Sequence[str], entries: Iterable[Entr
         _fill(base, about, texts, entries)
 
 
-def keep(path: Path, effects: Iterable[Effect]) -> None:
+def keep(path: Path, effects: Iterable[Effect], alike: Iterable[tuple[str, str]] | None = None) -> None:
     """Put effects into a file that ``Labels.open`` has accepted, in place of older ones of the same features.
+
+    Args:
+        path: the file.
+        effects: what clamps do.
+        alike: words that no feature has, each with the written word that is most like it; None: as they are.
 
     Raises:
         LoadError: the file cannot be written.
@@ -40,6 +45,9 @@ def keep(path: Path, effects: Iterable[Effect]) -> None:
                 base.execute("DELETE FROM writes WHERE id BETWEEN ? AND ?", (first, first + RANKS - 1))
                 rows = [(first + n, w.word, w.dose, w.share) for n, w in enumerate(one.writes[:RANKS])]
                 base.executemany("INSERT INTO writes VALUES (?, ?, ?, ?)", rows)
+            if alike is not None:
+                base.execute("DELETE FROM alike")
+                base.executemany("INSERT INTO alike VALUES (?, ?)", alike)
             base.execute("INSERT INTO written(written) VALUES ('rebuild')")
             base.commit()
             base.execute("VACUUM")

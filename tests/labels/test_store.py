@@ -208,7 +208,9 @@ def test_no_bytes_crash_it(file: Path) -> None:
 
 def test_effects_are_kept_and_replaced(file: Path) -> None:
     writing.keep(file, [Effect(3, 3.0, (Written("spans", 1.5, 75), Written("golden", 2.0, 50))), Effect(5, None)])
-    writing.keep(file, [Effect(5, None, (Written("oceans", 2.0, 100),)), Effect(7, 4.0)])
+    writing.keep(file, [Effect(5, None, (Written("oceans", 2.0, 100),)), Effect(7, 4.0)], [("oceen", "golden")])
+    writing.keep(file, [], [("lagoon", "ocean"), ("spans", "ocean")])
+    writing.keep(file, [])
     with Labels.open(file, dictionary="digest") as labels:
         writes, silent, other = (labels.feature(number) for number in (3, 7, 5))
         assert writes is not None and silent is not None and other is not None
@@ -219,6 +221,10 @@ def test_effects_are_kept_and_replaced(file: Path) -> None:
         assert (found.feature, found.best, found.instead) == (3, Dose(2.0), None)
         [(_, near)] = labels.find("oceens", 1)
         assert (near.feature, near.instead) == (5, "oceans")
+        [(_, like)] = labels.find("lagoons", 1)  # by meaning, in any form of the word
+        assert (like.feature, like.instead) == (5, "ocean")
+        [(_, own)] = labels.find("spans", 1)  # a word that some feature has needs no other
+        assert (own.feature, own.instead) == (3, None)
         assert labels.find("zzz") == []
         [(_, old)] = labels.find("there")  # only near
         assert old.feature == 5
