@@ -1,43 +1,28 @@
 """One feature of a dictionary in a file, without loading the rest: its rows, bias and threshold, by pread.
 
 A file must stay as it was when it was opened: otherwise a read raises. Knows no format: loaders/draft.py does the same
-arithmetic for one row as for all of them, so the numbers are those that ``load`` gives. Rows that need no arithmetic
-are read without it (``_Plain``), in a fifth of the time.
+arithmetic for one row as for all of them, so the numbers are those that ``load`` gives.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from struct import Struct
 from threading import Lock
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
-from saesteer.dictionaries.rows import FeatureRow, bytes_of, feature_rows
+from saesteer.dictionaries.rows import FeatureRow, feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
-from saesteer.loaders.arrays import DTYPES, Arrays, StoredArray
+from saesteer.loaders.arrays import Arrays
 from saesteer.loaders.draft import Draft, facts, later_of, row_of
 from saesteer.loaders.files import State, fetch, state_of
-
-_FLOAT32 = Struct("<f").unpack
-_EXPONENTS = {torch.float32: ("<u4", 0x7F800000), torch.bfloat16: ("<u2", 0x7F80), torch.float16: ("<u2", 0x7C00)}
-_NUMBERS = ("b_enc", "threshold", "max_act")
-# Fields of a draft that change no number of a row. With a value in any other field, a row is no plain one.
-_HARMLESS = {
-    *("weights", "keys", "optional", "ignored", "transposed", "configs", "sizes", "unmistakable", "below_zero"),
-    *("order", "activation", "sites", "feature_unit", "skip_first", "feature_ids", "can_reconstruct", "model"),
-    *("addresses", "l0", "max_act_gaps", "mean_free"),
-}
 
 
 class RowFile:
@@ -51,7 +36,6 @@ class RowFile:
         self.info = info
         self._path, self._draft = path, draft
         self._own = replace(info, has_max_act="max_act" in draft.present, max_act_by=None, max_act_gaps=())
-        self._plain = _plain(draft, info)
         self._beside: Tensor | None = None  # the maximum activations next to the file, once somebody needs them
         self._lock = Lock()
 
@@ -75,12 +59,6 @@ class RowFile:
         Raises:
             LoadError: a file has changed or vanished since it was opened, or a value of the row is wrong.
         """
-        if self._plain is not None:
-            beside = None if self.info.max_act_by is None else self._max_act()[row].item()
-            with self._opened() as descriptors:
-                found = self._plain.read(descriptors[self._draft.weights.path], row, dtype, beside)
-            if found is not None:
-                return (found,)
         wanted = torch.float32 if self.info.in_norm == "layer_norm" else dtype  # it is centred before it is rounded
         coder = self.row(row, wanted)
         return feature_rows(coder, coder.w_dec[:0] if self.info.targets is None else self.later(row, wanted), dtype)
@@ -137,81 +115,6 @@ class RowFile:
             if self._beside is None:
                 raise LoadError(f"{max_act.beside(self._path)}: has vanished; expected the file that was there before")
             return self._beside
-
-
-class _Strip(NamedTuple):
-    """Where the rows of an array lie in its file, each as one piece."""
-
-    start: int  # first byte of row 0
-    step: int  # bytes from one row to the next
-    size: int  # bytes of a row
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, array: StoredArray, axis: int) -> _Strip | None:
-        """The rows along an axis; None where a row lies in pieces."""
-        one, dtype = array.only(axis, 0), DTYPES[array.dtype]
-        step = array.only(axis, 1).start - one.start
-        return None if one.stride else cls(one.start, step, math.prod(one.shape) * dtype.itemsize, dtype)
-
-    def read(self, descriptor: int, row: int) -> bytes:
-        """The bytes of a row."""
-        found = os.pread(descriptor, self.size, self.start + row * self.step)
-        if len(found) != self.size:
-            raise OSError("the file is cut short")
-        return found
-
-    def number(self, descriptor: int, row: int) -> float:
-        """The one number of a row, as a float32."""
-        found = self.read(descriptor, row)
-        if self.dtype is torch.float32:
-            return _FLOAT32(found)[0]  # type: ignore[no-any-return]
-        return torch.frombuffer(bytearray(found), dtype=self.dtype).float().item()
-
-
-class _Plain(NamedTuple):
-    """Where the numbers of rows lie that are used as they are; both matrices have one dtype."""
-
-    w_enc: _Strip
-    w_dec: _Strip
-    numbers: tuple[_Strip | None, ...]  # of _NUMBERS
-    order: Tensor | None
-
-    def read(self, descriptor: int, row: int, dtype: torch.dtype, beside: float | None) -> FeatureRow | None:
-        """The feature in a row; ``beside`` is its maximum activation, if another file has it.
-
-        None where a number is not finite or below 0: the builder knows what to do, or to say.
-        """
-        at = row if self.order is None else int(self.order[row])
-        data = self.w_enc.read(descriptor, at) + self.w_dec.read(descriptor, at)
-        if self.w_enc.dtype is not dtype:
-            data = bytes_of(torch.frombuffer(bytearray(data), dtype=self.w_enc.dtype), dtype)
-        bias, threshold, max_act = (one if one is None else one.number(descriptor, at) for one in self.numbers)
-        assert bias is not None
-        threshold, max_act = 0.0 if threshold is None else threshold, max_act if beside is None else beside
-        finite = math.isfinite(bias + threshold + (max_act or 0.0)) and _are_finite(data, dtype)
-        right = finite and min(threshold, max_act or 0.0) >= 0
-        return FeatureRow(data, str(dtype).removeprefix("torch."), bias, threshold, max_act) if right else None
-
-
-def _are_finite(data: bytes, dtype: torch.dtype) -> bool:
-    """Whether little-endian numbers are neither infinite nor NaN, whose exponents have every bit."""
-    word, exponent = _EXPONENTS[dtype]
-    return not ((np.frombuffer(data, word) & exponent) == exponent).any()
-
-
-def _plain(draft: Draft, info: CoderInfo) -> _Plain | None:
-    """The places of plain rows; None where a row takes arithmetic, or lies in pieces or in several files."""
-    held = draft.present
-    folded = any(getattr(draft, one.name) != one.default for one in fields(Draft) if one.name not in _HARMLESS)
-    if folded or held.keys() - {"w_enc", "w_dec", "b_dec", "skip", *_NUMBERS} or info.d_in != info.d_out:
-        return None
-    index = draft.weights.index
-    enc, dec = (_Strip.of(index[held[role]], int(role in draft.transposed)) for role in ("w_enc", "w_dec"))
-    if enc is None or dec is None or enc.dtype != dec.dtype:
-        return None
-    numbers = (_Strip.of(index[held[role]], 0) if role in held else None for role in _NUMBERS)
-    return _Plain(enc, dec, (*numbers,), draft.order)
 
 
 def _compare(file: Arrays, stat: os.stat_result) -> None:

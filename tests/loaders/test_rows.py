@@ -178,11 +178,8 @@ def test_a_file_that_is_no_longer_the_same_gives_no_row(name: str, file: Path) -
         found.check()
 
 
-@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("name", ["edited", "cut", "emptied"])
-def test_a_file_that_changes_during_a_read_gives_no_row(
-    name: str, plain: bool, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_during_a_read_gives_no_row(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, real = open_rows(file), os.pread
 
     def late(descriptor: int, size: int, at: int) -> bytes:
@@ -192,4 +189,4 @@ def test_a_file_that_changes_during_a_read_gives_no_row(
 
     monkeypatch.setattr(os, "pread", late)
     with pytest.raises(LoadError, match="cut short" if name == "emptied" else "has changed since"):
-        (found.feature if plain else found.row)(0, torch.bfloat16)
+        found.feature(0, torch.bfloat16)
