@@ -162,5 +162,5 @@ def shared() -> Iterator[Shared]:
 def demo_server(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> httpx.Client:
     """`saesteer serve demo` on a port of its own, with Neuronpedia's routes."""
     flags = ["demo", "--neuronpedia"]
-    found: httpx.Client = shared.get("demo", lambda: served(flags, tmp_path_factory.mktemp("demo") / "log", fork=True))
+    found: httpx.Client = shared.get("demo", lambda: served(flags, tmp_path_factory.mktemp("demo") / "log"))
     return found

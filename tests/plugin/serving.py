@@ -33,7 +33,7 @@ def served(
     *,
     keep: bool = True,
     environment: Mapping[str, str] | None = None,
-    fork: bool = False,
+    fork: bool = True,
 ) -> Iterator[Served]:
     """A client of a server that was started with these arguments; what the server says goes to a file.
 
@@ -42,7 +42,7 @@ def served(
         log: the file.
         keep: connections; a new one for each request may reach another API server.
         environment: what is added to that of the tests.
-        fork: from a process that has imported vLLM (``tests.forks``), on a CPU.
+        fork: on a CPU, from a process that has imported vLLM (``tests.forks``).
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

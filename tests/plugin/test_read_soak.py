@@ -70,7 +70,9 @@ def server(model_dir: str, dictionaries: Dictionaries, place: Path) -> Iterator[
     environment |= {"VLLM_SERVER_DEV_MODE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # as in soaking.py
     # The C library gives back what is freed. By itself it keeps some for each thread, which goes up and down by 90 MiB.
     environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    with served(flags, place / "log", environment=environment | {"TMPDIR": str(place / "temporary")}) as client:
+    with served(
+        flags, place / "log", environment=environment | {"TMPDIR": str(place / "temporary")}, fork=False
+    ) as client:
         yield client
 
 

@@ -41,7 +41,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(server_flags: list[str], log: Path) -> Iterator[Served]:
     """As any_server without an adapter, and one that tells what its worker holds."""
-    with served([*server_flags, *FLAGS], log, environment=ENVIRONMENT) as client:
+    with served([*server_flags, *FLAGS], log, environment=ENVIRONMENT, fork=False) as client:
         yield client
 
 

@@ -110,7 +110,7 @@ def test_a_collector_gets_the_counts_of_a_server(tmp_path: Path) -> None:
         flags = ["demo", "--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces"]
         environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "100"}
         try:
-            with served(flags, tmp_path / "log", environment=environment) as client:
+            with served(flags, tmp_path / "log", environment=environment, fork=False) as client:
                 asked = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 4, "ignore_eos": True}
                 spec = {"edits": [BRIDGE], "return": {"dose": True}}
                 plain = client.post("/v1/completions", json=asked)
