@@ -1,19 +1,19 @@
-"""A default module over HTTP: every answer that it steers reports it, on each route, whole and in a stream.
+"""A default module over HTTP: what it does to all traffic, and that each answer reports it, whole and in a stream.
 
-What the module does to tokens is in test_default_module.py, and what several API servers know of it in test_admin.py.
+What several API servers know of it is in test_admin.py.
 """
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from saesteer import hf
 from saesteer.client.client import Client
-from tests.plugin.conftest import ADMIN, ADMIN_KEY, BRIDGE, PROMPTS
-from tests.plugin.serving import events_of, served
+from tests.plugin.conftest import ADMIN, ADMIN_KEY, BRIDGE, OCEAN, PROMPTS
+from tests.plugin.parity import TOLERANCE, difference
+from tests.plugin.serving import events_of
 from tests.plugin.turns import QUESTION, TURNS
 
 pytestmark = pytest.mark.slow
@@ -42,19 +42,23 @@ BODIES: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    folder: Path = tmp_path_factory.mktemp("default")
-    (folder / "calm.json").write_text(json.dumps(CALM))
-    words = ["--module", f"calm={folder}/calm.json", "--default-module", "calm", "--max-dose", "9"]
-    with served(["demo", "--saesteer-admin-key", ADMIN_KEY, *words], folder / "log") as client:
-        yield client
+@pytest.fixture
+def server(any_server: httpx.Client) -> Iterator[httpx.Client]:
+    """The server of all tests, which steers everything for as long as one of these runs."""
+    with Client(str(any_server.base_url), admin_key=ADMIN_KEY) as client:
+        client.register_module("calm", CALM)
+        client.set_default("calm")
+        try:
+            yield any_server
+        finally:
+            client.clear_default()
+            client.delete_module("calm")
 
 
 def answered(server: httpx.Client, name: str, more: Any) -> list[Any]:
     """The field of an answer and of its choices; None where there is none."""
     path, body = WHOLE[name]
-    response = server.post(path, json={"model": "demo", **body, **more})
+    response = server.post(path, json={"model": "base", **body, **more})
     if name == "batch" and response.status_code == 404:
         pytest.skip("this vLLM has no batches of conversations")
     assert response.status_code == 200, response.text
@@ -66,7 +70,7 @@ def answered(server: httpx.Client, name: str, more: Any) -> list[Any]:
 def streamed(server: httpx.Client, name: str, more: Any) -> list[Any]:
     """The field of each event of a stream that has it."""
     path, body = WHOLE[name]
-    with server.stream("POST", path, json={"model": "demo", **body, **more, "stream": True}) as response:
+    with server.stream("POST", path, json={"model": "base", **body, **more, "stream": True}) as response:
         assert response.status_code == 200
         found = events_of(response)
     reports = [one.get("saesteer") or (one.get("response") or {}).get("saesteer") for one in found]
@@ -74,14 +78,13 @@ def streamed(server: httpx.Client, name: str, more: Any) -> list[Any]:
 
 
 def check(report: Any, *, default: bool) -> None:
-    """A report of all that a spec would get: what was applied, the flags and, under --max-dose, the dose."""
+    """A report of all that a spec would get: what was applied, and the flags."""
     if not default:
-        assert (report["applied"], report["dose"]) == ([], []) and "flags" not in report
+        assert report["applied"] == [] and "flags" not in report
         return
     assert [entry["edit"] for entry in report["applied"]] == [APPLIED]
     assert report["applied"][0]["tokens_edited"] + report["applied"][0]["tokens_cached"] > 0
     assert {flag["edit"] for flag in report["flags"]} == {FLAGGED}
-    assert {one["site"] for one in report["dose"]} <= {"resid_post.15"}
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -104,17 +107,41 @@ def test_every_stream_that_a_default_module_steers_reports_it(server: httpx.Clie
         check(report, default=default)
 
 
-def test_without_a_default_module_only_a_spec_is_reported(server: httpx.Client) -> None:
+def test_all_is_steered_but_what_opts_out(server: httpx.Client, oracle: hf.Model) -> None:
+    """With edits of its own behind those of the module; the second time from the prefix cache."""
+    own: list[Any] = [OCEAN]
+    asked: dict[str, Any] = {"prompt": PROMPTS[1], "logprobs": 1, "return_token_ids": True, "max_tokens": 8}
+    for more, edits in (
+        ({}, [BRIDGE]),
+        ({"saesteer": {"edits": own}}, [BRIDGE, *own]),
+        ({"saesteer": {"edits": own, "defaults": False}}, own),
+        ({"saesteer": {"defaults": False}}, []),
+    ):
+        body = {"model": "base", "temperature": 0, "ignore_eos": True, **asked, **more}
+        first, second = (server.post("/v1/completions", json=body).json()["choices"][0] for _ in range(2))
+        assert first["token_ids"] == second["token_ids"]
+        made = [*zip(second["token_ids"], second["logprobs"]["token_logprobs"], strict=True)]
+        assert difference(oracle, second["prompt_token_ids"], made, {"edits": edits}) < TOLERANCE
+
+
+def test_a_stop_of_the_module_ends_all_but_what_opts_out(server: httpx.Client) -> None:
     with Client(str(server.base_url), admin_key=ADMIN_KEY) as client:
-        client.clear_default()
-        try:
-            for name in WHOLE:
-                if name != "batch" or "/v1/chat/completions/batch" in server.get("/openapi.json").text:
-                    assert {*answered(server, name, {})} == {None}, name
-            for name in STREAMS:
-                assert streamed(server, name, {}) == [], name
-            assert answered(server, "chat", {"saesteer": {}})[0]["applied"] == []
-        finally:
-            client.set_default("calm")
-        check(answered(server, "chat", {})[0], default=True)
+        client.register_module("calm", {"edits": [BRIDGE, {**FLAG, "op": "stop", "for": 3}]})
+    body = {"model": "base", "prompt": PROMPTS[0], "max_tokens": 20, "ignore_eos": True}
+    for more, tokens in (({}, 4), ({"saesteer": {"edits": [OCEAN]}}, 4), ({"saesteer": {"defaults": False}}, 20)):
+        made = server.post("/v1/completions", json={**body, **more}).json()
+        assert made["usage"]["completion_tokens"] == tokens
+        assert made["choices"][0]["stop_reason"] == (FLAGGED if tokens == 4 else None)
+    beam = server.post("/v1/completions", json={**body, "use_beam_search": True, "n": 2})
+    assert beam.status_code == 400 and "beam search cannot be steered" in beam.text
+
+
+def test_without_a_default_module_only_a_spec_is_reported(server: httpx.Client) -> None:
     assert server.get("/v1/saesteer/default", headers=ADMIN).json() == {"module": "calm"}
+    assert server.delete("/v1/saesteer/default", headers=ADMIN).status_code == 200
+    for name in WHOLE:
+        if name != "batch" or "/v1/chat/completions/batch" in server.get("/openapi.json").text:
+            assert {*answered(server, name, {})} == {None}, name
+    for name in STREAMS:
+        assert streamed(server, name, {}) == [], name
+    assert answered(server, "chat", {"saesteer": {}})[0]["applied"] == []
