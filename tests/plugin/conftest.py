@@ -77,6 +77,7 @@ class Dictionaries:
             "cross": f"{self.folder}/cross.safetensors@mlp_in.18:mlp_out.18",
             "skip": f"{self.folder}/skip.safetensors@mlp_in_pregain.24:mlp_out.24",
             "deep": f"{self.folder}/deep@resid_post",
+            "stored": f"rows:{self.folder}/mid.safetensors@resid_mid.7",
         }
 
     @property
@@ -183,10 +184,6 @@ def engine_options(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
     return options | json.loads(os.environ.get("SAESTEER_TEST_ENGINE", "{}")) | more
 
 
-# Of an engine whose cache is full with a few requests, so that it preempts; it counts that.
-TIGHT: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "enable_prefix_caching": False}
-TIGHT |= {"block_size": 16 if CUDA else 32, "num_gpu_blocks_override": 24 if CUDA else 12, "disable_log_stats": False}
-
 Answer = list[tuple[int, float]]  # token, logprob
 
 
@@ -282,7 +279,7 @@ def any_server(server_flags: list[str], lora_flags: list[str], server_log: Path,
     It logs every request, and has an admin key. vLLM's kernels for adapters take 16 bits alone: on a GPU it has none.
     """
     flags = [*server_flags, "--dtype", "float32", *([] if CUDA else lora_flags)]
-    found: httpx.Client = shared.get("any_server", lambda: served(flags, server_log, fork=True))
+    found: httpx.Client = shared.get("any_server", lambda: served(flags, server_log))
     return found
 
 

@@ -173,43 +173,6 @@ def test_the_key_is_asked_for_first(server: httpx.Client) -> None:
             assert error(response, 401)["code"] == "wrong_key"
 
 
-REFUSED: list[tuple[str, Any, int, str, str | None]] = [
-    ("vectors", b"{", 400, "bad_json", None),
-    ("vectors", b"[" * 100_000, 400, "bad_json", None),
-    ("vectors", [], 400, "wrong_type", None),
-    ("vectors", {"vector": [1.0]}, 400, "missing_field", "name"),
-    ("vectors", {"name": "v", "vector": "happy.gguf"}, 400, "wrong_type", "vector"),
-    ("vectors", {"name": "v", "vector": [1.0], "path": "happy.gguf"}, 400, "unknown_field", "path"),
-    ("vectors", {"name": "v", "vector": [1.0, 2.0]}, 400, "conflict", "vector.shape"),
-    ("vectors", {"name": "v", "vector": [0.0] * WIDTH}, 400, "zero_vector", "vector"),
-    ("vectors", {"name": "v", "vector": [1.0] * WIDTH, "bias": "1"}, 400, "wrong_type", "bias"),
-    ("vectors", {"name": "v\n", "vector": [1.0] * WIDTH}, 400, "out_of_range", "name"),
-    ("vectors", {"name": "v", "vector": inline(ROWS[0][None], [30])}, 400, "out_of_range", "vector.layers"),
-    ("vectors", {"name": "v", "vector": inline(ROWS[0][None], [3])}, 409, "no_site", None),
-    ("vectors", b" " * (17 << 20), 413, "too_many", None),
-    ("modules", {"name": "m", "spec": "golden-gate.json"}, 400, "wrong_type", "spec"),
-    ("modules", {"name": "m", "spec": {"edits": [use("m")]}}, 400, "conflict", "spec.edits[0].module.edits[0].module"),
-    ("modules", {"name": "m", "spec": {"edits": [add("v")]}}, 400, "unknown_name", "spec.edits[0].vector"),
-    ("modules", {"name": "m", "spec": {"edits": [{**BRIDGE, "feature": 9216}]}}, 400, "out_of_range", None),
-    ("modules", {"name": "m", "spec": {"edits": [add(inline(ROWS[0]), "resid_post.3")]}}, 400, "not_served", None),
-    ("modules", {"name": "m", "spec": {"return": {"probes": ["v"]}}}, 400, "not_served", "spec.return"),
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "body", "status", "code", "field"), REFUSED, ids=[str(n) for n in range(len(REFUSED))]
-)
-def test_what_is_refused(server: httpx.Client, kind: str, body: Any, status: int, code: str, field: str | None) -> None:
-    sent: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
-    headers = {**ADMIN, "Content-Type": "application/json"}
-    told = error(server.post(f"/v1/saesteer/{kind}", headers=headers, **sent), status)
-    assert told["code"] == code
-    if field is not None:
-        assert told["param"] == field and field in told["message"]
-    if code == "no_site":
-        assert "--sites resid_post.3" in told["message"]
-
-
 def test_a_full_pool_is_a_409_that_says_what_helps(server: httpx.Client) -> None:
     for n in range(8):
         made = register(server, "vectors", name=f"v{n}", vector=inline(ROWS[0] + n))

@@ -16,8 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.errors import RegistryError, UnsupportedError
-from saesteer.plugin.door import frontend
+from saesteer.errors import RegistryError
 from saesteer.plugin.names import board
 from saesteer.plugin.names.board import Board, announce
 from saesteer.plugin.names.changes import Given
@@ -85,20 +84,6 @@ def test_a_server_that_dies_in_a_change_leaves_none(tmp_path: Path, monkeypatch:
     asyncio.run(run())
 
 
-def test_what_no_name_stands_for_leaves_no_file(tmp_path: Path) -> None:
-    async def run() -> None:
-        engine = Workers()
-        one, two = servers(tmp_path, count=2)
-        for n in range(40):
-            await (one, two)[n % 2].put_vector(engine, "v", Given((1.0, n, 0)))
-        await one.put_vector(engine, "w", Given((1.0, 0, 1)))
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "change-41", "change-42", "lock", "names", "uses-0", "uses-1"
-        ]  # fmt: skip
-
-    asyncio.run(run())
-
-
 def test_whoever_reads_while_others_change_finds_one_of_the_changes(tmp_path: Path) -> None:
     """The file of a change may go while it is read, since the name has changed again."""
     one, two = servers(tmp_path, count=2)
@@ -154,24 +139,6 @@ def test_where_they_meet_comes_from_the_process_that_starts_them(tmp_path: Path)
     assert first == [second[0], "1"] and second[1] == "2"
     assert "another" not in first[0]
     assert not Path(first[0]).exists(), "it goes with the process that has announced it"
-
-
-class _Parallel:
-    _api_process_rank = 0
-
-    def __init__(self, servers: int = 1, *, local: bool = False) -> None:
-        self._api_process_count, self.local_engines_only = servers, local
-
-
-def test_what_is_refused_where_there_is_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert frontend._board(_Parallel(2, local=True)) is None
-    monkeypatch.setenv("SAESTEER_ADMIN_KEY", "key")
-    assert frontend._board(_Parallel()) is None
-    with pytest.raises(UnsupportedError, match="hybrid load balancing"):
-        frontend._board(_Parallel(local=True))
-    monkeypatch.setenv(board.ENV, f"{os.getpid()}-word")  # as this process might announce it, not a parent of its own
-    with pytest.raises(UnsupportedError, match="api-server-count 1"):
-        frontend._board(_Parallel(servers=2))
 
 
 KILLED = """

@@ -45,13 +45,6 @@ def apart(count: int) -> Sequence[tuple[int, int]]:
     return [(2 * n + 1, 2 * n + 2) for n in range(count)]
 
 
-def test_a_usual_conversation_is_found_by_its_ends() -> None:
-    chat, ids, rendered = conversation(128, 64)  # 8192 tokens
-    assert chat.spans(ids, apart(64), AT) == [(64 * first, 64 * end) for first, end in apart(64)]
-    assert rendered == list(range(1, 129))
-    assert chat.spans(ids, apart(64), AT) and len(rendered) == 128, "they are known"
-
-
 def test_more_than_the_bound_is_refused_before_any_of_it_is_rendered() -> None:
     chat, ids, rendered = conversation(130, 64)
     most = MOST_RENDERED // len(ids)
@@ -136,45 +129,3 @@ def test_generated_tokens_are_read_beside_the_messages_before_them(reads: Any) -
 
 
 CLAMP = {"op": "clamp", "dictionary": "gs15", "feature": 7, "value": 2.0}
-
-
-TURNS = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "de"}]
-
-
-def rendered(turns: Any) -> list[int]:
-    """As Llama 2's template does: the end of a question opens the answer."""
-    ids = [1]
-    for turn in turns:
-        words = [ord(letter) for letter in turn["content"]]
-        ids += [3, *words, 4] if turn["role"] == "user" else [*words, 2]
-    return ids
-
-
-def told(turns: Any, **template: Any) -> Any:
-    def render(several: Any, *_: Any) -> Any:
-        return None, [{"prompt_token_ids": rendered(several[0])}]
-
-    conversation = Conversation(render, turns, params(template), None)
-    return conversation.told(rendered(turns))
-
-
-def params(template: dict[str, Any]) -> Any:
-    from vllm.renderers.params import ChatParams
-
-    return ChatParams(chat_template_kwargs={"add_generation_prompt": True, **template})
-
-
-def test_what_is_generated_belongs_to_no_message() -> None:
-    """Else its rows would count to the last question's mean."""
-    *messages, last = told(TURNS)
-    assert [(one["role"], one["start"], one["end"]) for one in messages] == [
-        ("user", 0, 5),
-        ("assistant", 5, 7),
-        ("user", 7, 11),
-    ]
-    assert last == {"role": None, "index": 3, "start": 11, "end": 11}
-
-
-def test_what_continues_a_message_belongs_to_it() -> None:
-    found = told(TURNS[:2], continue_final_message=True, add_generation_prompt=False)
-    assert [one["role"] for one in found] == ["user", "assistant"]

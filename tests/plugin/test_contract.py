@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections import Counter
-from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -18,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer import plugin
 from saesteer.plugin import configured, contract  # needs vLLM
 from saesteer.plugin.assets import assets_of, fingerprint
-from saesteer.plugin.door import admission, frontend
+from saesteer.plugin.door import frontend
 
 
 @pytest.mark.parametrize("process", get_args(contract.Process))
@@ -63,15 +62,6 @@ def test_the_rows_are_put_in_place_once() -> None:
         while getattr(found, "__globals__", {}).get("__name__", "").startswith("saesteer.plugin."):
             found, depth = found.__wrapped__, depth + 1
         assert depth == wraps[hook.module, hook.path], hook.path
-
-
-def test_a_function_that_an_older_vllm_has_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = contract.Hook("http", "vllm.config", "VllmConfig.from_later", (), "late", "door.logs:_of_body", "nothing")
-    monkeypatch.setattr(contract, "HOOKS", (late, replace(late, path="VllmConfig.compute_hash")))
-    assert [hook.path for hook in contract.check("http")] == ["VllmConfig.compute_hash"]
-    monkeypatch.setattr(contract, "HOOKS", (replace(late, use=""),))
-    with pytest.raises(UnsupportedError, match=r"has no vllm\.config\.VllmConfig\.from_later"):
-        contract.check("http")
 
 
 def test_a_missing_hook_is_named_with_the_version() -> None:
@@ -121,14 +111,6 @@ def test_the_compile_cache_key_changes_with_the_plugin_and_with_every_change_of_
     assert keys[0] == "0123456789", "without saesteer's configuration the key is stock's"
     assert len(set(keys)) == len(keys)
     assert keys == [_hash(config) for config in configs]
-
-
-def test_a_spec_on_a_server_without_dictionaries_is_refused() -> None:
-    from saesteer.errors import SpecError
-    from saesteer.language.spec import from_json
-
-    with pytest.raises(SpecError, match="started without"):
-        admission.Door().admit(from_json({"edits": []}), None, object())
 
 
 def test_a_worker_that_disagrees_is_refused() -> None:

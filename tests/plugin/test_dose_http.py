@@ -14,8 +14,6 @@ import httpx
 import numpy as np
 import pytest
 
-from saesteer.client.client import Client
-from saesteer.errors import RequestRefused
 from tests.plugin.asked_http import metric
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, PROMPTS, WIDTH
 from tests.plugin.doses import LATE, LIMIT, STRONG
@@ -25,7 +23,6 @@ from tests.plugin.turns import QUESTION
 pytestmark = pytest.mark.slow
 
 ASKED = {"edits": [BRIDGE], "return": {"dose": True}}
-REFUSED = {"edits": [STRONG]}
 FIELDS = {"site", "max", "mean", "tokens"}
 ROUTES: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": QUESTION, "max_tokens": 9},
@@ -82,18 +79,6 @@ def test_doses_stand_beside_what_was_applied(any_server: httpx.Client, path: str
     assert "dose" not in post(any_server, path, **body, saesteer={"edits": [BRIDGE]})["saesteer"]
 
 
-def test_each_choice_has_its_own_doses(any_server: httpx.Client) -> None:
-    asked: dict[str, Any] = {"model": "base", "prompt": PROMPTS[:2], "n": 2, "temperature": 1.5, "seed": 3}
-    spec = {**ASKED, "edits": [{**BRIDGE, "scope": {"generated": True}}]}
-    made = post(any_server, "completions", **asked, max_tokens=7, saesteer=spec)
-    doses = [told(choice["saesteer"]) for choice in made["choices"]]
-    assert [one["tokens"] for one in doses] == [6] * 4 and len({one["mean"] for one in doses}) == 4
-    found = events(any_server, "completions", **asked, max_tokens=7, ignore_eos=True, saesteer=spec)
-    ends = [one for one in found if one["choices"][0]["finish_reason"]]
-    assert {one["choices"][0]["index"] for one in ends} == {0, 1, 2, 3}
-    assert all(told(one["saesteer"])["tokens"] == 6 for one in ends)
-
-
 def test_a_server_with_a_limit_says_them_unasked(server: httpx.Client) -> None:
     for path, body in ROUTES.items():
         one = told(post(server, path, **body, saesteer={"edits": [BRIDGE]})["saesteer"])
@@ -143,19 +128,6 @@ def test_a_stream_that_has_begun_ends_with_the_error(server: httpx.Client) -> No
             refusal(last["error"])
             assert any(one["choices"][0].get("text") or one["choices"][0].get("delta") for one in before)
         assert not any("finish_reason" in json.dumps(one) and "length" in json.dumps(one) for one in before)
-
-
-def test_what_the_client_raises(server: httpx.Client) -> None:
-    with Client(str(server.base_url), timeout=120) as client:
-        for refused in (
-            lambda: client.chat("x", steer=STRONG, max_tokens=4),
-            lambda: client.complete(PROMPTS[0], steer=STRONG, max_tokens=4),
-            lambda: client.respond("x", steer=STRONG, max_output_tokens=4),
-            lambda: list(client.stream("x", steer=STRONG, max_tokens=4)),
-        ):
-            with pytest.raises(RequestRefused) as error:
-                refused()
-            assert (error.value.code, error.value.field, error.value.status) == ("dose", "saesteer.edits", 400)
 
 
 def check_idle(server: httpx.Client) -> None:

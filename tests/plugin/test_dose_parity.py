@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from saesteer import hf
-from saesteer.language import spec
-from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, TIGHT, WIDTH, generate, preemptions
+from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, generate
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +71,7 @@ def agree(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 def test_doses_are_those_of_the_oracle(make_engine: Any, oracle: hf.Model) -> None:
-    llm = make_engine(dtype="float32", enable_prefix_caching=False)
+    llm = make_engine(dtype="float32")
     prompts = [PROMPTS[n % 4] for n in range(len(SPECS))]
     outputs = ask(llm, prompts, [{"edits": edits, "return": ASKED} for edits in SPECS.values()])
     for edits, output in zip(SPECS.values(), outputs, strict=True):
@@ -85,41 +84,8 @@ def test_doses_are_those_of_the_oracle(make_engine: Any, oracle: hf.Model) -> No
     assert [output.saesteer["dose"][0]["tokens"] for output in outputs[-3:]] == [2, 0, 0]
 
 
-def test_a_vector_in_lengths_of_the_stream_has_its_scale_for_a_dose(make_engine: Any) -> None:
-    llm = make_engine(dtype="float32", enable_prefix_caching=False)
-    asked = [("resid_mid.7", 0.25), ("resid_post.15", 0.031), ("resid_pre.0", 1.5), ("resid_post.29", 4.0)]
-    steer = {"edits": [{**MATCHED, "site": site, "scale": scale} for site, scale in asked], "return": ASKED}
-    by_pass = [asked[2], asked[0], asked[1], asked[3]]
-    for output in ask(llm, PROMPTS, steer):
-        tokens = len(output.prompt_token_ids) - 1 + 8
-        assert output.saesteer["dose"] == [told(site, scale, tokens) for site, scale in by_pass]
-
-
-def test_who_asks_is_told_and_gets_the_answer_of_who_does_not(make_engine: Any) -> None:
-    """Every form in which Python may say it, beside one that does not and one that edits nothing."""
-    llm = make_engine(dtype="float32", enable_prefix_caching=False)
-    bridge = spec.clamp("demo", 3497, 2.0, unit="max_act")
-    whole = {"edits": [bridge], "return": ASKED}
-    steer = [bridge, whole, spec.from_json(whole), {"edits": [BRIDGE], "return": {"dose": False}},
-             {"return": ASKED}, None]  # fmt: skip
-    prompts = [PROMPTS[0]] * len(steer)
-    said = [getattr(output, "saesteer", None) for output in ask(llm, prompts, steer)]
-    assert [one if one is None else sorted(one) for one in said] == [
-        ["applied"], ["applied", "dose"], ["applied", "dose"], ["applied"], ["applied", "dose"], None
-    ]  # fmt: skip
-    assert said[1] == said[2]
-    assert said[4] == {"applied": [], "dose": []}
-    answers = generate(llm, prompts, steer)
-    for answer in answers[1:4]:
-        same(answer, answers[0])
-    assert answers[4] == answers[5]
-    turn = [{"role": "user", "content": "Who are you?"}]
-    [output] = llm.chat(turn, steer=whole, use_tqdm=False)
-    assert output.saesteer["dose"][0]["tokens"] == output.saesteer["applied"][0]["tokens_edited"] > 0
-
-
 def test_asking_shares_the_prefix_cache_and_measures_what_is_computed(make_engine: Any) -> None:
-    llm = make_engine(dtype="float32", block_size=32)
+    llm = make_engine(dtype="float32")
     edit = {**MATCHED, "site": "resid_post.15", "scale": 0.125, "scope": {"positions": [[3, None]]}}
     [first] = ask(llm, [LONG_PROMPT], {"edits": [edit]})
     [second] = ask(llm, [LONG_PROMPT], {"edits": [edit], "return": ASKED})
@@ -130,22 +96,11 @@ def test_asking_shares_the_prefix_cache_and_measures_what_is_computed(make_engin
     assert second.saesteer["applied"][0]["tokens_edited"] == tokens
 
 
-def test_a_preempted_request_is_measured_once(make_engine: Any) -> None:
-    llm = make_engine(dtype="float32", **TIGHT)
-    before = preemptions(llm)
-    edit = {**MATCHED, "site": "resid_post.15", "scale": 0.125}
-    prompts = [f"{n}. {LONG_PROMPT[: 90 * (n % 5)]}" for n in range(12)]
-    outputs = ask(llm, prompts, {"edits": [edit], "return": ASKED}, tokens=60)
-    assert preemptions(llm) > before
-    for output in outputs:
-        assert output.saesteer["dose"] == [told("resid_post.15", 0.125, len(output.prompt_token_ids) - 1 + 59)]
-
-
 def test_a_limit_makes_a_strong_edit_one_of_its_own_size(make_engine: Any) -> None:
     """In one batch: above the limit, below it, on two sites of which one is above, and unsteered."""
     limit = 0.2
-    free = make_engine(dtype="float32", enable_prefix_caching=False)
-    limited = make_engine(dtype="float32", enable_prefix_caching=False, max_dose=limit)
+    free = make_engine(dtype="float32")
+    limited = make_engine(dtype="float32", max_dose=limit)
 
     def edits(*scales: float) -> dict[str, Any]:
         places = zip(("resid_mid.7", "resid_post.15"), scales, strict=False)
@@ -170,7 +125,7 @@ def test_a_limit_makes_a_strong_edit_one_of_its_own_size(make_engine: Any) -> No
 
 def test_a_limited_clamp_is_what_the_oracle_makes_of_it(make_engine: Any, model_dir: str, dictionaries: Any) -> None:
     """Here each token has a dose of its own, so some are above the limit and some are not."""
-    limited = make_engine(dtype="float32", enable_prefix_caching=False, max_dose=0.2)
+    limited = make_engine(dtype="float32", max_dose=0.2)
     reference = hf.Model(model_dir, **dictionaries.options, max_dose=0.2)
     steer = {"edits": [{**OCEAN, "value": 0.6}, {"op": "add", "vector": [0.5] * WIDTH, "site": "resid_post.20"}]}
     [output] = ask(limited, PROMPTS[:1], steer)

@@ -22,9 +22,7 @@ from saesteer.client import Client
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
-from saesteer.labels.store import Labels
 from saesteer.language.fields import CODES
-from saesteer.loaders import load
 from tests.plugin.apps import app_of_vllm
 
 ROUTE = "/v1/saesteer/features"
@@ -84,17 +82,6 @@ def test_features_by_words(client: Any, word: str, feature: int) -> None:
     assert len(numbers(client.get(ROUTE, params={"dictionary": "mlp", "q": word, "layer": 12}))) == 10
 
 
-def test_all_dictionaries_are_searched(client: Any) -> None:
-    """Those without labels, with broken ones and with those of other weights do not count."""
-    found = client.get(ROUTE, params={"q": "bridge", "limit": 100}).json()
-    assert (found["dictionary"], found["layer"], found["source"]) == (None, None, None)
-    each = [
-        client.get(ROUTE, params={"q": "bridge", "limit": 100, "dictionary": name}).json() for name in ("own", "mlp")
-    ]
-    taken = [one for pair in zip(*(answer["features"] for answer in each), strict=False) for one in pair]
-    assert found["features"][: len(taken)] == taken[:100] and {"own", "mlp"} == {one["dictionary"] for one in taken}
-
-
 def test_the_server_describes_itself(client: Any) -> None:
     """Behind the usual key; what it says of dictionaries is what their own route says."""
     client.app.state.saesteer_admin.engine = Namespace(
@@ -122,35 +109,6 @@ def test_one_feature(client: Any) -> None:
     assert typo["instead"] == "ocean" and "ocean" in typo["writes"]
     [old] = client.get(ROUTE, params={"dictionary": "mlp", "feature": 3}).json()["features"]
     assert old["only_reads"] is None and old["best"] is None  # its effects have not been measured
-
-
-@pytest.mark.parametrize("rows", ["", "rows:"], ids=["in memory", "by rows"])
-def test_max_act_is_what_the_unit_multiplies_by(client: Any, folder: Path, rows: str) -> None:
-    """The labels saw another text than the dictionary's own measurement, and their number is no unit."""
-    values = load(DEMO_SAE).max_act
-    assert values is not None
-    expected = values.tolist()
-    name = "own"
-    if rows:
-        places = {"rows": f"rows:{folder}/own/d.safetensors"}
-        catalog = Assets.open(SaesteerConfig.from_json({"dictionaries": places})).catalog(width=576, layers=30)
-        client.app.state.saesteer_admin, before = (
-            Namespace(names=Namespace(catalog=catalog)),
-            client.app.state.saesteer_admin,
-        )
-        name = "rows"
-    try:
-        found = client.get(ROUTE, params={"dictionary": name, "q": "bridge ocean", "limit": 50}).json()["features"]
-        found += client.get(ROUTE, params={"dictionary": name, "feature": BRIDGE}).json()["features"]
-    finally:
-        if rows:
-            client.app.state.saesteer_admin = before
-    assert len(found) > 20
-    assert [one["max_act"] for one in found] == [expected[one["feature"]] for one in found]
-    assert {one["max_act_by"] for one in found} == {"file"}
-    with Labels.open(folder / "own" / "d.safetensors.labels") as labels:
-        seen = [labels.feature(one["feature"]) for one in found]
-    assert all(one.max_act != expected[one.feature] for one in seen if one is not None)
 
 
 REFUSED: list[tuple[dict[str, Any], int, str, str, str]] = [
@@ -183,12 +141,6 @@ def test_refusals(client: Any, query: dict[str, Any], status: int, param: str, c
     error = found.json()["error"]
     assert (error["param"], error["code"]) == (f"query.{param}", code) and told in error["message"]
     assert "/" not in error["message"].replace(str(query.get("dictionary")), "")
-
-
-def test_the_operator_is_told_where_the_file_is(client: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    error = client.get(ROUTE, params={"dictionary": "broken", "q": "x"}).json()["error"]
-    assert "the labels of 'broken' cannot be read: d.safetensors.labels: is no SQLite" in error["message"]
-    assert f"{folder}/broken/d.safetensors.labels: is no SQLite" in caplog.text
 
 
 NAMES = st.sampled_from(["dictionary", "q", "feature", "layer", "limit", "other"])

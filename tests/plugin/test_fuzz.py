@@ -39,7 +39,7 @@ LIMITED: dict[str, dict[str, Any]] = {
 }
 ALWAYS = {"model": "base", "n": 1, "stream": False, "background": False, "min_tokens": 0, "use_beam_search": False}
 AT_ONCE = 16
-EXAMPLES = int(os.environ.get("SAESTEER_TEST_FUZZ", "80"))  # of each test, of AT_ONCE requests or so
+EXAMPLES = int(os.environ.get("SAESTEER_TEST_FUZZ", "40"))  # of each test, of AT_ONCE requests or so
 FUZZ = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 RAW = {"dtype": "float16", "shape": [576], "data": "ADwAPAA8" * 192}  # ones

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.utils import ConstantList
 
-from saesteer.errors import UnsupportedError
 from saesteer.plugin.results import forms
 from saesteer.plugin.results.collapse import PERIODS, collapse, end, lengths
 from saesteer.plugin.worker.health import Health, attach, look
@@ -49,22 +47,6 @@ def model(seen: Health, **options: Any) -> Any:
     found.compute_logits = lambda hidden: None if hidden is None else hidden * 2  # type: ignore[assignment]
     attach(SimpleNamespace(get_model=lambda: found, parallel_config=SimpleNamespace(**options)), seen)
     return found
-
-
-def test_rejected_drafts_are_rows_of_their_request() -> None:
-    seen = Health()
-    lm_head = model(seen)
-    seen.begin(["a", "b", "c"], np.array([1, 3, 1]))
-    hidden = torch.zeros(5, 2)
-    hidden[3] = NAN
-    lm_head.compute_logits(hidden)
-    found = seen.take()
-    assert found is not None and set(found.failed) == {"b"}
-
-
-def test_sharded_sampling_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="--fail-fast with batch-sharded sampling"):
-        model(Health(), enable_batch_sharded_sampling=True)
 
 
 def collapsed(ids: list[int], after: int) -> int:

@@ -164,23 +164,6 @@ def test_chat_is_read_by_message(make_engine: Any, generated: bool) -> None:
     assert numbers(means) == pytest.approx(expected, abs=1e-4 * abs(expected).max())
 
 
-def test_generated_tokens_stand_behind_the_last_message(make_engine: Any) -> None:
-    """A read of them alone names the messages, too."""
-    from vllm import SamplingParams
-
-    llm = make_engine(dtype="float32")
-    reads = [{"site": SITE, "scope": {"generated": True}}]
-    params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
-    (output,) = llm.chat([TURNS], params, steer={"return": {"activations": reads}}, use_tqdm=False)
-    found = Capture.of(output.saesteer)
-    assert [one["role"] for one in found.messages] == ["system", "user", "assistant", "user", None]
-    positions, rows = found.at(SITE)
-    end = len(output.prompt_token_ids)
-    assert found.messages[-1]["end"] == end and positions.tolist() == [*range(end, end + 6)]
-    assert found.message(4, SITE, include_generated=True).tolist() == rows.tolist()
-    assert [len(found.message(i, SITE)) for i in range(5)] == [0] * 5
-
-
 def test_prompts_that_are_no_chat_are_refused_by_name(make_engine: Any) -> None:
     llm = make_engine(dtype="float32")
     spec = {"edits": [OCEAN, {**BRIDGE, "scope": {"messages": "user"}}]}

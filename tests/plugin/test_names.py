@@ -40,18 +40,6 @@ def test_a_request_is_planned_with_what_its_names_stand_for() -> None:
     assert engine.told[2]["unpin"] == [["resid_post.3", first]] and len({first, second, third}) == 3
 
 
-def test_equal_vectors_are_one_and_what_comes_back_stays() -> None:
-    known, engine = start(), Workers()
-    put(known, engine, "v", 1, 0, 0)
-    put(known, engine, "w", 1, 0, 0)
-    asyncio.run(known.delete(engine, "vector", "v"))
-    put(known, engine, "w", 0, 1, 0)
-    put(known, engine, "w", 1, 0, 0)
-    put(known, engine, "w", 1, 0, 0)
-    assert engine.pinned == [(1, 0), (0, 0), (0, 0), (1, 0), (1, 0), (0, 1)]
-    assert engine.told[-1]["unpin"][0][1] == engine.told[3]["pin"][0][0]
-
-
 class _Clock:
     """In the place of time and sleep, which may take another time than it was told."""
 
@@ -85,22 +73,6 @@ def test_a_full_pool_takes_the_new_when_the_old_has_gone(
         engine.full = 0
     put(known, engine, "v", 0, 1, 0)
     assert known.catalog.vectors["v"].rows[None].tolist() == [0, 1, 0]
-
-
-def test_a_full_pool_does_not_wait_for_what_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, engine = start(1), Workers()
-    put(known, engine, "v", 1, 0, 0)
-    clock = _Clock(monkeypatch, 0.0)
-    with pytest.raises(RegistryError, match="--pool-rows 2"):
-        put(known, engine, "v", 0, 1, 0)  # the newest itself has the slot
-    assert clock.sleeps == 0 and len(engine.told) == 1, "no worker needs to be asked"
-    asyncio.run(known.delete(engine, "vector", "v"))
-    engine.full = 99
-    with pytest.raises(RegistryError, match="--pool-rows 3") as error:
-        put(known, engine, "w", 0, 1, 0)
-    assert error.value.code == "no_room"
-    assert versions.PATIENCE <= clock.now - 100 < versions.PATIENCE + 2 * versions.PAUSE
-    assert not known.catalog.vectors
 
 
 @pytest.mark.parametrize("engines", [1, 2])

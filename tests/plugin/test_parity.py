@@ -8,7 +8,7 @@ import pytest
 from saesteer import hf
 from saesteer.language.spec import OPS
 from tests.plugin.conftest import BRIDGE, CUDA, LONG_PROMPT, OCEAN, PROMPTS, generate
-from tests.plugin.parity import TOLERANCE, compare
+from tests.plugin.parity import TOLERANCE, compare, same
 from tests.plugin.random_edits import drawn
 
 pytestmark = pytest.mark.slow
@@ -119,6 +119,13 @@ def test_plain_float32_agrees_with_the_oracle(make_engine: Any, oracle: hf.Model
     made = generate(make_engine(dtype="float32"), PROMPTS, tokens=16)
     for prompt, one in zip(PROMPTS, made, strict=True):
         assert compare(oracle, prompt, one, {"edits": []})[0] < TOLERANCE
+
+
+def test_a_dictionary_in_its_file_does_what_it_does_in_memory(make_engine: Any) -> None:
+    llm = make_engine(dtype="float32")
+    edits = [{"op": "clamp", "dictionary": name, "feature": 17, "value": 30.0} for name in ("mid", "stored")]
+    whole, by_rows, plain = generate(llm, PROMPTS[:1] * 3, [*({"edits": [one]} for one in edits), None])
+    assert same(whole, by_rows) and not same(whole, plain)
 
 
 @pytest.mark.long  # it reports, and asserts little

@@ -1,6 +1,5 @@
 """The playground's files on vLLM's app without an engine: who gets which, and under what headers. Opens no browser."""
 
-import hashlib
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -16,9 +15,8 @@ from fastapi.testclient import TestClient
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
-from saesteer.config.sources import DictionarySource
 from saesteer.plugin.http import features
-from saesteer.plugin.http.playground import FILES, FOLDER, PREFIX, cases_of
+from saesteer.plugin.http.playground import FILES, FOLDER, PREFIX
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.conftest import random_coder
 
@@ -26,15 +24,6 @@ STORED = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 OURS = [path for path in STORED if "vendor" not in path.parts]
 LISTED = "/v1/saesteer/dictionaries"
 EMBEDDED = "SmolLM2-135M-Instruct-b179c9523d0e-1"  # the folder of the embedded model
-# Of npm's lit-html 3.3.3, whose files are here as they are there.
-VENDORED = {
-    "LICENSE": "2b66f9390afde29e",
-    "directive-helpers.js": "f7fb1154b8f72ed2",
-    "directive.js": "3344c4f41c69cd07",
-    "directives/live.js": "b305f9066319d838",
-    "directives/repeat.js": "083140026ecd8665",
-    "lit-html.js": "b878e7f95dec8a9b",
-}
 
 
 def client_of(monkeypatch: pytest.MonkeyPatch, playground: bool | None = True) -> TestClient:
@@ -70,18 +59,6 @@ def test_it_begins_with_the_cases_that_fit_the_server(monkeypatch: pytest.Monkey
     assert [case["name"] for case in first["gallery"]] == ["Cars", "Ocean", "Horse", "Forest", "Bridge"]
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "path"),
-    [
-        ("/cache/SmolLM2-135M-Instruct", "demo", str(DEMO_SAE)),  # the answers are of the embedded weights
-        (f"/cache/{EMBEDDED}", "other", str(DEMO_SAE)),  # and their specs name the dictionary
-        (f"/cache/{EMBEDDED}", "demo", "other/sae.safetensors"),
-    ],
-)
-def test_a_case_of_another_model_or_dictionary_is_left_out(model: str, name: str, path: str) -> None:
-    assert not cases_of(model, {name: DictionarySource(path)})
-
-
 @pytest.mark.parametrize("path", ["/saesteer", "/llm/saesteer"])
 def test_without_its_last_slash_the_page_is_found_behind_a_prefix_too(
     monkeypatch: pytest.MonkeyPatch, path: str
@@ -92,24 +69,6 @@ def test_without_its_last_slash_the_page_is_found_behind_a_prefix_too(
     found = TestClient(app, follow_redirects=False).get(path)
     assert (found.status_code, found.headers["Location"]) == (307, "saesteer/")
     assert TestClient(app).get(urljoin(path, found.headers["Location"])).text.startswith("<!DOCTYPE html>")
-
-
-@pytest.mark.parametrize(
-    ("flags", "address"),
-    [
-        ([], "http://localhost:8000/saesteer/"),
-        (["--host", "::1", "--port", "7"], "http://[::1]:7/saesteer/"),
-        (["--host", "127.0.0.1", "--root-path", "/llm/"], "http://127.0.0.1:8000/llm/saesteer/"),
-        (["--ssl-certfile", "x"], "https://localhost:8000/saesteer/"),
-        (["--uds", "/run/vllm"], "unix:/run/vllm:/saesteer/"),
-    ],
-)
-def test_the_log_says_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: list[str], address: str
-) -> None:
-    caplog.set_level("INFO", "vllm.saesteer")
-    app_of_vllm(monkeypatch, *flags, additional={"saesteer": {"playground": True}})
-    assert f"The playground is at {address}" in [record.message for record in caplog.records]
 
 
 @pytest.mark.parametrize(
@@ -168,16 +127,6 @@ def test_no_text_becomes_html_or_code_and_nothing_is_stored() -> None:
     forbidden += r"|Storage\b|cookie|indexedDB|pushState|replaceState|location\.(?:hash|search)"
     for path in OURS:
         assert not re.search(forbidden, path.read_text()), path
-
-
-def test_the_library_is_as_its_authors_publish_it() -> None:
-    folder = FOLDER / "vendor" / "lit-html"
-    found = {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    assert found == VENDORED
 
 
 def test_the_dictionaries_of_a_server_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from saesteer import hf
 from saesteer.plugin.results.spools import Spool
-from tests.entries import positions
-from tests.plugin.conftest import generate, preemptions
+from tests.plugin.conftest import preemptions
 from tests.plugin.read_requests import BLOCK, EVERYWHERE, OPTIONS, READS, STEERED, add, ask, check, text
 from tests.plugin.readings import check_reads
 
@@ -87,62 +86,6 @@ def test_cached_prompts_are_computed_again_from_the_first_read(llm: Any, oracle:
     check(oracle, first, READS["all"])
 
 
-def test_each_of_several_answers(llm: Any, oracle: hf.Model) -> None:
-    (output,) = ask(llm, [text("several")], {"return": READS["all"]}, n=2, temperature=1.5)
-    one, two = output.outputs
-    assert one.token_ids != two.token_ids and one.saesteer is not two.saesteer
-    for choice in (one, two):
-        check_reads(oracle, output.prompt_token_ids, choice, READS["all"])
-
-
-ENDS: dict[str, Callable[[list[int], Any], dict[str, Any]]] = {
-    "stop string": lambda ids, decode: {"stop": [decode(ids[5:7])]},
-    "stop token": lambda ids, _: {"stop_token_ids": [ids[6]]},
-    "length": lambda *_: {},
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_however_an_answer_ends(llm: Any, oracle: hf.Model, end: str) -> None:
-    returns = READS["generated"] | {"hidden": True}
-    prompt = [text(f"ends {end}", 150)]
-    (whole,) = ask(llm, prompt, None)
-    more = ENDS[end](list(whole.outputs[0].token_ids), llm.get_tokenizer().decode)
-    (output,) = ask(llm, prompt, {"return": returns}, **more)
-    (choice,) = output.outputs
-    assert choice.finish_reason == ("stop" if more else "length")
-    assert bool(more) == (len(choice.token_ids) < 12)
-    check(oracle, output, returns)
-
-
-def test_one_token_was_no_input(llm: Any, oracle: hf.Model) -> None:
-    for returns in (READS["generated"], READS["all"]):
-        (output,) = ask(llm, [text("one", 150)], {"return": returns}, 1)
-        check(oracle, output, returns)
-    (output,) = ask(llm, [text("one", 150)], {"return": READS["generated"]}, 1)
-    said = output.saesteer
-    assert [said["features"][0]["rows"], said["probes"][0]["scores"], said["activations"][0]["tokens"]] == [[], [], 0]
-
-
-def test_a_stream_tells_each_position_when_its_token_was_an_input(llm: Any) -> None:
-    returns = {
-        "features": [{"dictionary": "demo", "top_k": 2, "scope": EVERYWHERE}],
-        "probes": ["probe"],
-        "activations": [{"site": "resid_post.20"}],
-    }
-    engine, tokens, prompt = llm.llm_engine, 0, 0
-    add(llm, "stream", text("stream", 500), returns, 12)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            prompt = prompt or len(output.prompt_token_ids)
-            (choice,) = output.outputs
-            tokens += len(choice.token_ids)
-            for word, first in (("features", 0), ("probes", prompt), ("activations", 0)):
-                told = [at for entry in choice.saesteer[word] for at in positions(entry)]
-                assert told == [*range(first, prompt + tokens - 1)]
-    assert tokens == 12
-
-
 def test_handles_hold_what_the_answer_would(llm: Any, oracle: hf.Model) -> None:
     """Of every choice and reduction; what is aborted keeps nothing."""
     returns = READS["activations"]
@@ -202,30 +145,3 @@ def test_the_engine_writes_the_rows_of_several_sites(
             entry.pop("handle").delete()
         check(oracle, output, own)
     assert llm.llm_engine.input_processor.saesteer_door.results.sweep() == []
-
-
-def test_an_abort_leaves_others_alone(llm: Any, oracle: hf.Model) -> None:
-    engine = llm.llm_engine
-    add(llm, "gone", text("gone", 100), READS["all"], 300)
-    add(llm, "stays", text("stays", 100), {"probes": ["probe"]}, 40)
-    steps, ended = 0, []
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            steps += output.request_id == "gone"
-            ended += [output.request_id] * output.finished
-            if steps == 5:
-                engine.abort_request(["gone"])
-            if output.request_id == "stays" and output.finished:
-                told = [at for entry in output.outputs[0].saesteer["probes"] for at in positions(entry)]
-                start = len(output.prompt_token_ids)
-                assert told == [*range(start, start + 39)]
-    assert ended == ["stays"]
-    (output,) = ask(llm, [text("after an abort")], {"return": READS["all"]})
-    check(oracle, output, READS["all"])
-
-
-def test_reading_changes_no_answer(llm: Any) -> None:
-    prompt = [text("unchanged", 300)]
-    plain = generate(llm, prompt)
-    assert llm.reset_prefix_cache()
-    assert generate(llm, prompt, {"return": READS["all"]}) == plain, "to the bit"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -77,28 +77,6 @@ def test_names_that_stand_for_something_else_are_looked_up_anew(engine: Engine) 
     assert contents[0] == contents[2] != contents[1] == contents[3]
 
 
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    st.lists(edits(), min_size=1, max_size=3),
-    st.lists(edits(), max_size=1),
-    st.lists(st.integers(2, TOKENS), min_size=2),
-)
-def test_a_plan_that_travels_means_the_row_of_its_spec(
-    engine: Engine, found: list[Any], more: list[Any], lengths: list[int]
-) -> None:
-    rows: dict[bytes, list[Any]] = {}
-    for spec in ({"edits": found}, {"edits": found + more}):
-        for prompt_len in lengths:
-            try:
-                request = admitted(engine, spec, prompt_len)
-            except SpecError:
-                assume(False)
-            row = words(engine, request)
-            assert rows.setdefault(request.sampling_params.extra_args[KEY]["plan"], row) == row
-
-
 def test_what_a_client_puts_beside_its_spec_is_not_heard(engine: Engine) -> None:
     """A client may put words of its own beside the spec (vllm_xargs), and a plan in the place of one."""
     steering = steered.Steering(engine)
@@ -112,18 +90,6 @@ def test_what_a_client_puts_beside_its_spec_is_not_heard(engine: Engine) -> None
     assert steering.add(admitted(engine, {"edits": []}, 4, plan=forged["plan"])) is None
     other = steering.add(admitted(engine, {"edits": [{**ADD, "scale": 9.0}]}, 4, plan=forged["plan"]))
     assert other is not None and other.words.tolist() != first.words.tolist()
-
-
-def test_what_travels_comes_through_the_engines_messages_as_it_is(engine: Engine) -> None:
-    from vllm import SamplingParams
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-
-    spec = {"edits": [ADD, {"op": "add", "vector": "any", "site": "resid_post.2", "scope": {"generated": True}}]}
-    extra = admitted(engine, spec, 4).sampling_params.extra_args
-    sent = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(SamplingParams(extra_args=extra)))
-    assert sent.extra_args == extra
-    row, again = (engine.make_row(one[KEY]) for one in (extra, sent.extra_args))
-    assert row is not None and again is not None and row.words.tolist() == again.words.tolist()
 
 
 def test_whatever_is_wrong_with_a_request_ends_no_other_one(engine: Engine) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from saesteer import hf
 from tests.plugin.conftest import preemptions
 from tests.plugin.read_requests import BLOCK, OPTIONS, STEERED, ask, text
 from tests.plugin.rule_requests import ALWAYS, flag, records, rule, scores, spec, threshold
@@ -31,42 +30,6 @@ def fires(found: dict[int, float], above: float, run: int = 1, start: int = 0) -
         if length == run:
             return at
     return None
-
-
-@pytest.mark.parametrize("edits", [[], STEERED], ids=["plain", "steered"])
-def test_a_stop_ends_with_the_token_that_is_sampled_there(llm: Any, edits: Any) -> None:
-    prompt = [text(f"stops {len(edits)}")]
-    (plain,) = ask(llm, prompt, spec(edits=edits), 40)
-    (whole,) = plain.outputs
-    start, found = len(plain.prompt_token_ids), scores(whole)
-    first = next(one for one in range(start, start + 39) if len(records(found, one)) > 1)
-    position = records(found, first)[-1]
-    stop = rule("stop", threshold(found, position, first), positions=[[first, None]])
-    (output,) = ask(llm, prompt, spec(rule("flag", ALWAYS), stop, edits=edits), 40)
-    (choice,) = output.outputs
-    assert choice.token_ids == whole.token_ids[: position + 2 - start]
-    assert (choice.finish_reason, choice.stop_reason) == ("stop", f"saesteer.edits[{len(edits) + 1}]")
-    assert choice.saesteer["flags"] == [flag(len(edits), start), flag(len(edits) + 1, position)]
-    assert [*scores(choice)] == [*range(position + 1)], "all inputs are read, and nothing that came behind"
-    assert choice.saesteer["probes"][0].keys() == {"probe", "site", "at", "positions", "scores"}
-    (same,) = ask(llm, prompt, spec(edits=edits), len(choice.token_ids))
-    assert choice.text == same.outputs[0].text, "with the last token's text"
-
-
-def test_several_tokens_in_a_row(llm: Any) -> None:
-    prompt = [text("in a row")]
-    (plain,) = ask(llm, prompt, spec(), 60)
-    start, found = len(plain.prompt_token_ids), scores(plain.outputs[0])
-    generated = sorted(score for at, score in found.items() if at >= start)
-    above = (generated[15] + generated[16]) / 2
-    expected = fires(found, above, 3, start)
-    assert expected is not None and expected != fires(found, above, 1, start)
-    (output,) = ask(llm, prompt, spec(rule("stop", above, 3)), 60)
-    assert output.outputs[0].saesteer["flags"] == [flag(0, expected)]
-    assert len(output.outputs[0].token_ids) == expected + 2 - start
-    never = rule("stop", above, 61)
-    (output,) = ask(llm, prompt, spec(never), 60)
-    assert (output.outputs[0].finish_reason, output.outputs[0].saesteer["flags"]) == ("length", [])
 
 
 def test_two_conditions_must_hold_together(llm: Any) -> None:
@@ -113,12 +76,6 @@ def test_a_stop_in_the_prompt_answers_without_a_token(llm: Any, place: str) -> N
             assert (output.num_cached_tokens or 0) <= start // BLOCK * BLOCK
 
 
-def test_a_flag_of_the_first_of_three_chunks_is_in_the_answer(llm: Any) -> None:
-    """Though the step that samples the first token watches nothing."""
-    (output,) = ask(llm, [text("an early flag", 700)], {"edits": [rule("flag", ALWAYS, positions=[[1, 9]])]}, 2)
-    assert output.outputs[0].saesteer["flags"] == [flag(0, 1)]
-
-
 def test_prompts_stay_cached_where_only_generated_tokens_are_watched(llm: Any) -> None:
     prompt = [text("stays cached", 500)]
     (first,) = ask(llm, prompt, {"edits": [rule("stop", ALWAYS)]}, 8)
@@ -128,22 +85,6 @@ def test_prompts_stay_cached_where_only_generated_tokens_are_watched(llm: Any) -
     start = len(first.prompt_token_ids)
     assert len(first.outputs[0].token_ids) == 2 and first.outputs[0].saesteer["flags"] == [flag(0, start)]
     assert len(second.outputs[0].token_ids) == 8 and second.outputs[0].saesteer["flags"] == [flag(0, start)]
-
-
-def test_each_of_several_answers_has_its_own(llm: Any) -> None:
-    prompt = [text("several rules")]
-    (plain,) = ask(llm, prompt, spec(), 40)
-    start, found = len(plain.prompt_token_ids), scores(plain.outputs[0])
-    above = sorted(score for at, score in found.items() if at >= start)[-4]
-    (output,) = ask(llm, prompt, spec(rule("stop", above), rule("flag", above - 1, 2)), 40, n=3, temperature=1.3)
-    for choice in output.outputs:
-        own = scores(choice)
-        stopped, flagged = fires(own, above, 1, start), fires(own, above - 1, 2, start)
-        marks = [flag(0, stopped)] * (stopped is not None) + [flag(1, flagged)] * (flagged is not None)
-        assert sorted(choice.saesteer["flags"], key=str) == marks
-        assert (choice.stop_reason == "saesteer.edits[0]") == (stopped is not None)
-        assert len(choice.token_ids) == (40 if stopped is None else stopped + 2 - start)
-    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
 
 
 def test_a_crowd_that_preempts(llm: Any) -> None:
@@ -172,30 +113,3 @@ def test_a_crowd_that_preempts(llm: Any) -> None:
             assert len(choice.token_ids) == stopped + 2 - start
         fired += len(marks)
     assert fired > 6
-
-
-def test_a_stop_string_ends_the_answer_before_a_flag(llm: Any) -> None:
-    """The front end finds stop strings behind the engine, whose flags from there on are not the answer's."""
-    prompt = [text("string", 150)]
-    (whole,) = ask(llm, prompt, None)
-    start = len(whole.prompt_token_ids)
-    words = llm.get_tokenizer().decode(whole.outputs[0].token_ids[5:7])
-    rules = [rule("flag", ALWAYS, run) for run in (1, 5, 9)]
-    (output,) = ask(llm, prompt, {"edits": rules}, stop=[words])
-    (choice,) = output.outputs
-    assert choice.stop_reason == words
-    inputs = len(choice.token_ids) - 1
-    assert choice.saesteer["flags"] == [flag(n, start + run - 1) for n, run in enumerate((1, 5, 9)) if run <= inputs]
-    assert inputs < 9
-
-
-def test_transformers_find_the_same(llm: Any, oracle: hf.Model) -> None:
-    prompt = [text("oracle")]
-    (plain,) = ask(llm, prompt, spec(edits=STEERED), 20)
-    levels = sorted(scores(plain.outputs[0]).values())
-    above = sum(levels[len(levels) // 3 :][:2]) / 2
-    steer = {"edits": [*STEERED, rule("flag", above, 2, positions=[[1, None]])]}
-    (output,) = ask(llm, prompt, steer, 20)
-    ids = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
-    found = oracle.read(ids, steer=steer, prompt_len=len(output.prompt_token_ids))
-    assert found == {"flags": output.outputs[0].saesteer["flags"]} and len(found["flags"]) == 1

@@ -152,18 +152,6 @@ def test_what_http_refuses_does_not_start(
     assert "\n" not in str(here.value)
 
 
-@at_start
-@pytest.mark.parametrize(
-    "edits",
-    [[{**CLAMP, "dictionary": "top"}], [{"op": "reconstruct", "dictionary": "d"}], [ADD] * 8],
-    ids=["a ranked dictionary", "a reconstruction", "all entries"],
-)
-def test_a_default_module_need_not_fit_behind_itself_nor_others_behind_it(
-    edits: list[Any], start: Callable[..., None], folder: Path
-) -> None:
-    start(folder, edits, other=edits, default="m")
-
-
 def test_a_default_module_that_names_a_part_of_the_answer_needs_a_parser(folder: Path) -> None:
     edits = [{**CLAMP, "scope": {"part": "answer"}}]
     in_front_end(folder, edits)  # a request that uses it is refused
@@ -185,9 +173,3 @@ def test_a_server_that_requires_its_default_module_refuses_requests_without_it()
     assert (caught.value.field, caught.value.code) == ("saesteer.defaults", "not_served")
     door.admit(from_json({}), catalog, request())
     Door(config=SaesteerConfig(default_module="m")).admit(from_json({"defaults": False}), catalog, request())
-
-
-def test_the_module_that_is_wrong_itself_is_named_and_not_its_users(folder: Path) -> None:
-    found = config(folder, a=[{"op": "use", "module": "z"}], z=[{**CLAMP, "feature": 96}])
-    with pytest.raises(ConfigError, match=r"^module 'z': saesteer\.edits\[0\]\.feature: got 96, expected"):
-        serve.check(str(folder), found)

@@ -5,7 +5,6 @@ also where it was sampled, streamed, one of several, bound to a grammar or made 
 and none stands near a bound, so no token is left out.
 """
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from saesteer import hf
-from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries, answer
+from tests.plugin.conftest import BRIDGE, OCEAN, PROMPTS, Answer, Dictionaries
 from tests.plugin.lora import merge_adapter
 from tests.plugin.parity import TOLERANCE, difference
 from tests.plugin.serving import CUDA, events_of
@@ -71,16 +70,6 @@ def test_completions(any_server: httpx.Client, oracle: hf.Model) -> None:
             check(oracle, one, said(choice))
 
 
-def test_prompt_logprobs(any_server: httpx.Client, oracle: hf.Model) -> None:
-    """The prompt's own tokens are steered, and told as such."""
-    document = post(any_server, "/v1/completions", {"prompt": PROMPTS[1], "logprobs": 1, "prompt_logprobs": 0})
-    (choice,) = document["choices"]
-    ids = oracle.encode(PROMPTS[1])
-    expected = oracle.logits(ids, steer=SPEC).log_softmax(-1)
-    told = [step[str(token)]["logprob"] for token, step in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True)]
-    assert told == pytest.approx([float(expected[p, token]) for p, token in enumerate(ids[1:])], abs=TOLERANCE)
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_each_of_several_sampled_answers(any_server: httpx.Client, oracle: hf.Model, path: str) -> None:
     chat = "chat" in path
@@ -114,24 +103,6 @@ def test_chat_with_tools_and_messages(any_server: httpx.Client, oracle: hf.Model
         "/v1/chat/completions", json={"model": "base", **asked, "chat_template": template, "saesteer": spec}
     )
     assert refused.status_code == 400, "vLLM trusts no request's template unless it is told to"
-
-
-WRONG: dict[str, tuple[str, dict[str, Any], Any, str]] = {
-    "role": ("/v1/chat/completions", {"messages": TURNS}, ["usr"], "saesteer.edits[0].scope.messages[0]"),
-    "index": ("/v1/chat/completions", {"messages": TURNS}, [0, 4], "saesteer.edits[0].scope.messages[1]"),
-    "no chat": ("/v1/completions", {"prompt": "x"}, [0], "saesteer.edits[0].scope.messages"),
-    "responses": ("/v1/responses", {"input": "x"}, ["system"], "saesteer.edits[0].scope.messages[0]"),
-}
-
-
-@pytest.mark.parametrize(("path", "asked", "messages", "field"), WRONG.values(), ids=WRONG)
-def test_messages_that_are_not_there_are_400(
-    any_server: httpx.Client, path: str, asked: dict[str, Any], messages: Any, field: str
-) -> None:
-    spec = {"edits": [{**BRIDGE, "scope": {"messages": messages}}]}
-    response = any_server.post(path, json={"model": "base", **asked, "saesteer": spec})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == field
 
 
 def events(any_server: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
@@ -245,44 +216,3 @@ def test_a_lora_adapter_and_steering_together(
     merge_adapter(adapter, merged.model)
     assert difference(merged, ids, answers[2]) < adapted
     check(merged, ids, answers[3], tolerance=adapted)
-
-
-def test_async_engine_with_requests_of_every_kind_at_once(
-    served_dir: str, dictionaries: Dictionaries, oracle: hf.Model
-) -> None:
-    from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from saesteer.config.config import SaesteerConfig
-    from saesteer.plugin import register
-    from tests.plugin.conftest import engine_options
-
-    register()
-    config = SaesteerConfig.from_json({**dictionaries.options, "sites": [], "inline_rows": 2}).to_json()
-    specs: list[Any] = [SPEC, None, {"edits": [OCEAN]}, {"edits": [ADD, CAP]}]
-
-    async def one(engine: Any, n: int, kind: Any) -> Answer:
-        extra = {"saesteer": specs[n]} if specs[n] else None
-        params = SamplingParams(
-            temperature=0, max_tokens=10, logprobs=0, ignore_eos=True, extra_args=extra, output_kind=kind
-        )
-        made: Answer = []
-        async for output in engine.generate({"prompt_token_ids": oracle.encode(PROMPTS[n])}, params, f"r-{n}-{kind}"):
-            fresh = answer(output.outputs[0])
-            made = made + fresh if kind == RequestOutputKind.DELTA else fresh
-        return made
-
-    async def all_of_them() -> list[list[Answer]]:
-        args = AsyncEngineArgs(model=served_dir, additional_config={"saesteer": config}, **engine_options("float32"))
-        engine = AsyncLLM.from_engine_args(args)
-        try:
-            kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA)
-            return [await asyncio.gather(*(one(engine, n, kind) for n in range(len(specs)))) for kind in kinds]
-        finally:
-            engine.shutdown()
-
-    for answers in asyncio.run(all_of_them()):
-        for n, made in enumerate(answers):
-            assert len(made) == 10 and difference(oracle, oracle.encode(PROMPTS[n]), made, specs[n]) < TOLERANCE
-        assert difference(oracle, oracle.encode(PROMPTS[0]), answers[0]) > 0.05

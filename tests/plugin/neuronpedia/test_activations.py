@@ -99,32 +99,3 @@ def test_topk_by_token(client: TestClient, engine: StandIn) -> None:
     both = ask(client, "activation/topk-by-token-batch", {**TOPK, "prompts": [TEXT]})
     assert both["results"] == [found]
     assert ask(client, "activation/topk-by-token", {**TOPK, "prompt": ""}) == {"results": [], "tokens": []}
-
-
-def test_source(client: TestClient, engine: StandIn) -> None:
-    found = ask(client, "activation/source", {"model": "m", "source": "15-demo-res", "prompts": [TEXT, ""]})
-    ids, tokens = prompt_of(engine)
-    first, empty = found["results"]
-    assert first["tokens"] == tokens and empty["activeFeatures"] == {}
-    told = {(int(one), at): value for one, pairs in first["activeFeatures"].items() for at, value in pairs}
-    wanted = {
-        (int(one), at): round(float(act(at, 9216)[one]), 3)
-        for at in range(1, len(ids))
-        for one in np.flatnonzero(act(at, 9216))
-    }
-    assert told == wanted
-
-
-def test_raw(client: TestClient, engine: StandIn) -> None:
-    found = ask(client, "activation/raw", {"prompts": [TEXT], "layers": [3, 3]})
-    ids, tokens = prompt_of(engine)
-    [one] = found["results"]
-    assert (one["tokenIds"], one["tokenStrings"]) == (ids, tokens)
-    wanted = stream("resid_post.3", len(ids) - 1).tolist()
-    assert one["activations"] == [{"layer": 3, "tokenIndices": [len(ids) - 1], "values": [wanted]}]
-    assert (found["dtype"], found["device"], found["hookPoint"]) == ("float32", "cpu", "residual_stream")
-    assert "expected 1 to 16" in refusal(client, "activation/raw", {"prompts": []})
-    assert "expected 1 to 16" in refusal(client, "activation/raw", {"prompts": ["a"] * 17})
-    assert "residual_stream" in refusal(client, "activation/raw", {"prompts": [TEXT], "hookPoint": "mlp"})
-    assert "0 to 29" in refusal(client, "activation/raw", {"prompts": [TEXT], "layers": [30]})
-    assert "--reads" in refusal(client, "activation/raw", {"prompts": [TEXT]}), "all layers: this server keeps few"

@@ -1,7 +1,6 @@
 """Which of Neuronpedia's routes there are, who may call them, and what the small ones answer."""
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -10,9 +9,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from fastapi.testclient import TestClient
 
-from saesteer.commands.embedded import DEMO_SAE
-from saesteer.loaders import load
-from saesteer.plugin.http.neuronpedia import keys, routes
+from saesteer.plugin.http.neuronpedia import keys
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.neuronpedia.asking import (
     ALL,
@@ -26,7 +23,6 @@ from tests.plugin.neuronpedia.asking import (
     check,
     prompt_of,
     refusal,
-    row_of,
 )
 from tests.plugin.neuronpedia.stand_in import LONGEST, StandIn
 
@@ -64,36 +60,12 @@ def test_only_these_routes_take_the_other_header(client: TestClient) -> None:
         assert behind.status_code == status, "a proxy puts something in front"
 
 
-def test_no_other_route_takes_it(client: TestClient) -> None:
-    app: Any = client.app
-    others = {
-        (re.sub(r"{.*?}", "x", one.path), method)
-        for one in app.routes
-        for method in (getattr(one, "methods", None) or set()) - {"OPTIONS"}
-        if one.path.startswith("/v1/") and one.path not in SCHEMA["paths"]
-    }
-    assert {("/v1/chat/completions", "POST"), ("/v1/saesteer/dictionaries", "GET")} <= others
-    for path, method in sorted(others):
-        found = TestClient(app).request(method, path, headers={"X-SECRET-KEY": "usual"})
-        assert found.status_code == 401, (method, path)
-
-
 def test_initialize_never_loads(client: TestClient, engine: StandIn) -> None:
     before = len(engine.asked)
     assert client.post("/initialize").json() is None
     found = client.post("/initialize", params={"custom_hf_model_id": "other/model"})
     assert found.status_code == 400 and "keeps the model" in found.json()["error"]
     assert len(engine.asked) == before
-
-
-def test_what_is_lacking_says_so(client: TestClient) -> None:
-    for path in routes.LACKING:
-        assert f"/v1/{path} is not served here" in refusal(client, path, {})
-    found = client.get("/v1/capabilities").json()
-    assert found["endpoints"]["activation_all"] and not found["endpoints"]["activation_attention"]
-    assert found["sae_sets"] == ["demo-res", "demo-mlp", "demo", "mlp", "stored"]
-    assert (found["token_limit"], found["num_layers"], found["device"]) == (LONGEST, 30, "cpu")
-    assert client.get("/v1/steer/health").json() == {"summary": "healthy"}
 
 
 def test_wrong_bodies_are_refused_as_published(client: TestClient) -> None:
@@ -149,38 +121,9 @@ def test_what_no_prompt_can_be_is_refused_before_it_is_tokenized(client: TestCli
         assert not encoded
 
 
-def test_what_is_no_text_is_refused(client: TestClient) -> None:
-    for path, body in prompts("a\ud800"):
-        headers = {"Content-Type": "application/json"}
-        found = client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
-        assert found.status_code == 400 and "half of a surrogate pair" in found.json()["error"], path
-
-
 def test_tokenize(client: TestClient, engine: StandIn) -> None:
     ids, tokens = prompt_of(engine)
     found = ask(client, "tokenize", {"model": "m", "text": TEXT})
     assert found == {"tokens": ids, "tokenStrings": tokens, "prependBos": True}
     bare = ask(client, "tokenize", {"model": "m", "text": TEXT, "prependBos": False})
     assert bare == {"tokens": ids[1:], "tokenStrings": tokens[1:], "prependBos": False}
-
-
-def test_decoder_rows(client: TestClient) -> None:
-    found = ask(client, "util/sae-vector", {"model": "m", "source": "15-demo-res", "index": 7})
-    assert found == {"vector": row_of(7).tolist(), "hookName": "blocks.15.hook_resid_post"}
-    assert "9215" in refusal(client, "util/sae-vector", {"model": "m", "source": "demo", "index": 9216})
-    rows = load(DEMO_SAE).w_dec.float()
-    unit = rows / rows.norm(dim=1, keepdim=True)
-    order = (unit @ unit[7]).argsort(descending=True, stable=True)[:4].tolist()
-    feature = {"model": "m", "source": "demo", "index": 7}
-    asked: Any
-    for asked in ({"feature": feature}, {"vector": (2 * rows[7]).tolist()}):
-        found = ask(
-            client, "util/sae-topk-by-decoder-cossim", {"model": "m", "source": "demo", "numResults": 4, **asked}
-        )
-        near = found["topkDecoderCossimFeatures"]
-        assert [one["feature"]["index"] for one in near] == order
-        assert near[0]["cosineSimilarity"] == pytest.approx(1.0, abs=1e-5)
-    wrong: Any
-    for wrong in ({}, {"feature": feature, "vector": [1.0]}, {"vector": [1.0]}):
-        body = {"model": "m", "source": "demo", "numResults": 4, **wrong}
-        assert "expected" in refusal(client, "util/sae-topk-by-decoder-cossim", body)

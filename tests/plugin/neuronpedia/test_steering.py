@@ -45,19 +45,6 @@ def test_a_feature_that_is_steered_twice_counts_twice_and_of_sources_with_addres
     np.testing.assert_allclose(given_vector(edit), 1.5 * (3 * three - four), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("method", "op", "field", "value"),
-    [("ORTHOGONAL_DECOMP", "ablate", "strength", -2.0), ("PROJECTION_CAP", "cap", "max", 3.0)],
-)
-def test_other_methods(client: TestClient, engine: StandIn, method: str, op: str, field: str, value: float) -> None:
-    del engine.asked[:]
-    ask(client, "steer/completion", {**COMPLETION, "types": ["STEERED"], "steerMethod": method})
-    [asked] = engine.asked
-    [edit] = asked.spec["edits"]
-    assert (edit["op"], edit[field]) == (op, value)
-    np.testing.assert_array_equal(given_vector(edit), row_of(3497))
-
-
 def test_vectors(client: TestClient, engine: StandIn) -> None:
     vector = {"steeringVector": [0.5] * 576, "strength": 2, "hook": "blocks.16.hook_resid_pre"}
     del engine.asked[:]
@@ -143,24 +130,3 @@ def test_chat(client: TestClient, engine: StandIn) -> None:
     ask(client, "steer/completion-chat", {**CHAT, "steerSpecialTokens": True})
     assert engine.asked[-2].spec["edits"][0]["scope"] == {"positions": [[0, None]]}
     assert len(events(client, "steer/completion-chat", CHAT)) == 8
-
-
-def test_a_template_that_refuses_says_why(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    state: Any = client.app
-    monkeypatch.setattr(state.state.args, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    found = refusal(client, "steer/completion-chat", CHAT)
-    assert "roles must alternate" in found and "expected messages that it takes" in found
-
-
-def test_lists_have_a_longest(client: TestClient, engine: StandIn) -> None:
-    vector = {"steeringVector": [0.5] * 576, "strength": 1, "hook": "blocks.15.hook_resid_post"}
-    for changed in (
-        {"types": ["STEERED", "DEFAULT", "STEERED"]},
-        {"features": STEER["features"] * 257},
-        {"features": None, "vectors": [vector] * 257},
-    ):
-        [detail] = ask(client, "steer/completion", {**COMPLETION, **changed}, 422)["detail"]
-        assert detail["type"] == "too_long", changed
-    del engine.asked[:]
-    ask(client, "steer/completion", {**COMPLETION, "features": None, "vectors": [vector] * 256})
-    assert given_vector(engine.asked[0].spec["edits"][0])[0] == 0.5 * 256 * 1.5
