@@ -55,7 +55,8 @@ def served(
     whole = {**inherited, **ENVIRONMENT, **(environment or {})}
     log.write_text("")
     process: Fork | subprocess.Popen[bytes]
-    if fork and not CUDA:
+    several = "--api-server-count" in arguments  # their metrics meet in files, as prometheus_client decides at import
+    if fork and not several and not CUDA:
         process = Fork(command[1:], whole, log)
     else:
         with log.open("w") as out:
