@@ -52,7 +52,6 @@ CODES = {
     "empty_scope": "The scope holds no token of this request, or of any request.",
     "too_large": "The request may read more bytes than `--max-read-mib` allows, or keep more than `--max-results-mib`.",
     "results_full": "The results that are kept leave no room for one client's. Delete some, or wait until they expire.",
-    "no_writer": "The process that writes results has ended. Start the server again; `as: inline` is served.",
     "too_many": "A limit on size or count is exceeded.",
     "unknown_max_act": "`unit: max_act` needs maximum activations; `saesteer calibrate` measures them.",
     "not_served": "The spec is correct, but this version or server cannot do it.",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from saesteer.engine.filer import Span
 from saesteer.engine.readouts import Reading
-from saesteer.engine.spool import Owed
 from saesteer.engine.staging import Filed
+from saesteer.engine.writer import Owed
 
 logger = logging.getLogger("vllm.saesteer")
 

@@ -18,7 +18,7 @@ from saesteer.engine.filer import Span
 from saesteer.engine.readouts import Reading
 from saesteer.engine.shares import ROWS, File, Names, Read, computed
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import Filing
+from saesteer.engine.writer import Filing
 from saesteer.planning.plan import END
 
 _Ints = NDArray[np.int64]

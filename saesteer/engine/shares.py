@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from saesteer.engine.brought import Part
 from saesteer.engine.filer import Span
 from saesteer.engine.readouts import Reading, Source
-from saesteer.engine.spool import Filing
+from saesteer.engine.writer import Filing
 
 _Ints = NDArray[np.int64]
 ROWS = 4096  # of which something is made at once, so that memory is bounded; more where a single position has more

@@ -1,6 +1,5 @@
 """Files that the front end has made, as a worker on its machine knows them. Another process writes them (filer.py)."""
 
-import itertools
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from saesteer.config.config import KEY
+from saesteer.engine.filer import Span
 
 SPOOLS = f"{KEY}_spools"  # next to a plan in extra_args, as ``address`` makes it
 
@@ -33,13 +33,12 @@ class Sink:
         OSError: it cannot be written.
     """
 
-    _numbers = itertools.count()
-
     def __init__(self, path: str, start: int, rows: int) -> None:
         if not os.access(path, os.W_OK):
             raise OSError(f"{path} cannot be written")
         self.path, self.start, self.rows = path, start, rows
-        self.number = next(self._numbers)  # as the process that writes it is told
+        self.spans: list[Span] = []  # positions that are written, and have not been sent on
+        self.failed = False  # some could not be written
 
 
 class Sinks:

@@ -6,7 +6,7 @@ what its files still lack comes home at once. Knows tensors and files, and nobod
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from threading import Event, Lock, Thread
 from time import sleep
 from typing import Any
@@ -15,12 +15,12 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor
 
-from saesteer.engine.filer import PAUSE
 from saesteer.engine.sinks import Sink
-from saesteer.engine.spool import MOST, Ended, Filing, Owed, Writer
+from saesteer.engine.writer import MOST, Filing, Owed, Writer
 
 logger = logging.getLogger("vllm.saesteer")
 
+PAUSE = 0.25  # seconds that rows wait for those of later steps
 ROOM = 48 << 20  # bytes of each of two buffers; four steps of 64 requests that read all layers of a 4B
 
 
@@ -60,8 +60,7 @@ class Staging:
         Raises:
             RuntimeError: it does not begin.
         """
-        self.writer.wait(self.writer.ask([]))
-        self.writer.check()
+        self.writer.begin()
 
     @property
     def ticket(self) -> int:
@@ -128,18 +127,17 @@ class Staging:
     def _copy(self, rows: Tensor, steps: Sequence[tuple[Filing, int, int]]) -> Any:
         """Start it, and hand what comes to the writer; the event behind it."""
         event = None
-        with self._on_side, suppress(Ended):  # then the rows are lost, and the files of whoever waits for them marked
+        with self._on_side:
             if self._side is not None:
                 self._side.wait_event(self._taken)
                 rows.record_stream(self._side)
             for data, own in self._pieces(rows.view(torch.uint8).view(-1), steps):
-                shared, at = self.writer.shared, self.writer.take(data.nbytes)
-                shared.at(at, data.nbytes).copy_(data, non_blocking=True)
+                at, ring = self.writer.take(data.nbytes), self.writer.ring
+                ring.at(at, data.nbytes).copy_(data, non_blocking=True)
                 self._copies += 1
                 # Behind the rows, so whoever sees the number has them. Nobody here need wait for it.
-                shared.landed.copy_(self._counter().fill_(self._copies), non_blocking=True)
-                there = [(filing, at + lo, at + hi) for filing, lo, hi in own]
-                self.writer.put(self._copies, at, at + data.nbytes, there)
+                ring.landed.copy_(self._counter().fill_(self._copies), non_blocking=True)
+                self.writer.put(self._copies, [(filing, at + lo, at + hi) for filing, lo, hi in own])
             if self._side is not None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(self._side)
@@ -201,8 +199,8 @@ def _tend(whose: Callable[[], Staging | None], some: Event) -> None:
                 staging.bring_home(staging.ticket)
             else:
                 staging.enter()
-        except BaseException as exc:  # noqa: BLE001  # whoever waits for these rows learns it
-            staging.writer.fail(exc)
+        except BaseException:
+            logger.exception("rows that wait on the device come to the host only when a request ends")
             return
         del staging
         begun = True
@@ -224,12 +222,10 @@ class Filed:
 
     def ask(self, ending: Collection[str]) -> dict[str, Owed]:
         """Have all rows up to this step of these requests written, as far as they have files."""
-        return {name: self._ask(self._sinks[name]) for name in ending if name in self._sinks}
-
-    def _ask(self, sinks: Mapping[int, Sink]) -> Owed:
-        writer = self._staging.writer
-        self._staging.bring_home(self._ticket)
-        return Owed([*sinks], writer, writer.ask([*sinks.values()]))
+        names = [name for name in ending if name in self._sinks]
+        if names:
+            self._staging.bring_home(self._ticket)
+        return {name: Owed(self._sinks[name], self._staging.writer) for name in names}
 
     def settle(self) -> dict[str, list[list[Any]]]:
         """The same of all requests, and wait for it; by request, as ``Owed.told`` has it.
@@ -239,9 +235,5 @@ class Filed:
         """
         self._staging.at_once = True
         self._staging.bring_home(self._ticket)
-        writer, found = self._staging.writer, dict[str, list[list[Any]]]()
-        own = [(name, number, sink) for name, sinks in self._sinks.items() for number, sink in sinks.items()]
-        for (name, number, _), spans in zip(own, writer.wait(writer.ask([sink for _, _, sink in own])), strict=True):
-            if spans:
-                found.setdefault(name, []).append([number, spans])
-        return found
+        found = {name: Owed(sinks, self._staging.writer).told() for name, sinks in self._sinks.items()}
+        return {name: told for name, told in found.items() if told}

@@ -33,7 +33,6 @@ Code = Literal[
     "not_served",  # correct, but this version cannot do it
     "out_of_range",
     "results_full",  # the server keeps as many results as it may
-    "no_writer",  # and none any more, since what writes them has ended
     "too_large",  # it may read more bytes than the server brings home for one request
     "too_many",  # over a limit on size or count
     "unknown_field",

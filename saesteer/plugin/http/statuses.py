@@ -21,7 +21,6 @@ STATUS: Mapping[str, int] = {
     "collapsed": 422,
     "results_full": 429,
     "consumer": 500,
-    "no_writer": 503,
     "no_space": 507,
 }
 _CODE = re.compile(r"\[([a-z_]+)\]$")

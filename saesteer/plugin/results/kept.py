@@ -8,7 +8,6 @@ they know of each other:
     <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but without space on the disk;
                       <handle>.<pid>.<n> for n of them in one file, which gets rows as they come, and names in the end
     <handle>.gone     a result that was deleted, or has expired, while it was being fetched: it counts until then
-    ended             the process that writes rows has: there are no more results until the server's next start
     lock              who promises holds it. It has the bytes of each client, at most: rooms are given up without a
                       word, so what is there is counted only when less might not fit. If then it does not, nobody
                       counts again for ten times as long as that took, unless somebody deletes a result
@@ -42,7 +41,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.config.config import KEY
-from saesteer.engine.filer import ENDED
 from saesteer.engine.private import open_in, private
 from saesteer.language.fields import fail, show
 from saesteer.plugin.names.board import lives, meeting_place
@@ -190,9 +188,6 @@ class Results:
             fail(_AT, "too_large", f"{message} client; the server keeps more when started with {_FLAGS}")
         try:
             with self._alone() as (folder, lock):
-                if os.access(ENDED, os.F_OK, dir_fd=folder):
-                    found = "what writes results has ended, so this server keeps none until it is started again"
-                    fail(_AT, "no_writer", f"{found}; expected as: inline")
                 self._count(lock, asked, size)
                 return [self._room(folder, one) for one in wanted]
         except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from saesteer.engine.brought import Blob, Brought
 from saesteer.engine.filer import Span, join
-from saesteer.engine.spool import Owed
+from saesteer.engine.writer import Owed
 from saesteer.plugin.results import sending
 from saesteer.plugin.results.forms import READ
 from saesteer.plugin.wrap import Original, around
