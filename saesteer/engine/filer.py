@@ -137,14 +137,14 @@ def write(
     return [file.spans for file in files], failed
 
 
-def run(connection: Connection, memory: memoryview) -> None:
-    """Write what the worker sends until it has ended."""
-    landed, parent = memory[:HELD].cast("q"), os.getppid()
+def run(connection: Connection, memory: memoryview, worker: int) -> None:
+    """Write what the worker, the process of this number, sends until it has ended."""
+    landed = memory[:HELD].cast("q")
     with ThreadPoolExecutor(THREADS) as pool, suppress(EOFError):
         while True:
             copies, files, steps = connection.recv()
             while landed[0] < copies:
-                if os.getppid() != parent:
+                if os.getppid() != worker:
                     return
                 sleep(_LOOK)
             written = write(memory, files, steps, pool)
@@ -156,4 +156,5 @@ if __name__ == "__main__":
     # The worker ends for these, perhaps once its requests have; then this ends.
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
-    run(Connection(int(sys.argv[1])), memoryview(mmap(int(sys.argv[2]), 0)))
+    connection, memory, worker = map(int, sys.argv[1:])
+    run(Connection(connection), memoryview(mmap(memory, 0)), worker)

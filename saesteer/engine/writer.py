@@ -283,7 +283,7 @@ def _begin(connection: int, memory: int) -> Any:
         What can wait for its end.
     """
     # It imports what this process has imported, and nothing of the same name in the current directory.
-    command = [sys.executable, "-P", "-m", "saesteer.engine.filer", str(connection), str(memory)]
+    command = [sys.executable, "-P", "-m", "saesteer.engine.filer", *map(str, (connection, memory, os.getpid()))]
     paths = os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[2])])
     # It has no terminal and no group in common with the worker: it ends when the worker's end of the socket is closed.
     process = subprocess.Popen(

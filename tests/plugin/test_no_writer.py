@@ -1,6 +1,7 @@
-"""The process that writes rows is killed: whoever reads by handle gets an error, and everybody else goes on."""
+"""The process that writes rows is killed: a request that reads by handle fails, all others and later ones go on."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,10 @@ def test_its_end_ends_the_requests_that_wait_for_it_alone(
         assert found["read"].status_code == 507 and error["message"].endswith("[no_space]"), error
         assert "some of its rows could not be written" in error["message"]
         assert found["stream"] == plain, "who never asked for a handle"
-        for _ in range(2):
-            refused = ask(client, saesteer=READ)
-            error = refused.json()["error"]
-            assert (refused.status_code, error["code"], error["param"]) == (503, 503, "saesteer.return.activations")
-            assert "started again" in error["message"] and error["message"].endswith("[no_writer]")
-        inline = {"return": {"activations": [{"site": "resid_post.15"}]}}
-        assert ask(client, saesteer=inline).json()["saesteer"]["activations"]
+        time.sleep(1)  # by then it is begun again
+        entries = ask(client, saesteer=READ).json()["saesteer"]["activations"]
+        assert client.get(f"/v1/saesteer/results/{entries[0]['handle']}").status_code == 200
         assert client.get(f"/v1/saesteer/results/{entry['handle']}").status_code == 200, "it was written before"
         assert client.get("/health").status_code == 200
-        counts = {
-            code: metric(client, f'saesteer_refusals_total{{code="{code}"}}') for code in ("no_space", "no_writer")
-        }
-        assert counts == {"no_space": 1, "no_writer": 2}
-    assert (tmp_path / "log").read_text().count("what writes the rows of handles has ended") == 1
+        assert metric(client, 'saesteer_refusals_total{code="no_space"}') == 1
+    assert (tmp_path / "log").read_text().count("the process that writes the rows of handles has ended") == 1
