@@ -9,9 +9,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from saesteer.config.config import KEY
 from saesteer.plugin import prefix_cache
-from saesteer.plugin.results import forms, report
+from saesteer.plugin.results import forms, report, sending
 
 APPLIED = [{"positions": [[1, None]]}]
 
@@ -110,5 +109,8 @@ class Front:
 
 def failing(name: str, word: str = "gone", counters: Any = None) -> EngineCoreOutput:
     """What an engine says of a request that has failed."""
-    told = {forms.FAILED: word} | ({} if counters is None else {KEY: counters})
-    return EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, kv_transfer_params=told)
+    output = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR)
+    sending.carry(output, forms.FAILED, word)
+    if counters is not None:
+        sending.carry(output, forms.COUNTED, counters)
+    return output

@@ -17,7 +17,7 @@ from saesteer.engine.readouts import Reading
 from saesteer.kernels import layout
 from saesteer.planning.plan import END, Rule
 from saesteer.plugin.reasoning import PARSER
-from saesteer.plugin.results import counts, forms, rules
+from saesteer.plugin.results import counts, forms, rules, sending
 from saesteer.plugin.results.forms import FIRED, RULES, Guessed
 from saesteer.plugin.results.report import Report
 from saesteer.plugin.worker.health import Health
@@ -96,7 +96,7 @@ def test_a_stop_drops_the_tokens_behind_it(at: int, reason: Any) -> None:
     assert made.new_token_ids == [7, 8, 9, 6][: at + 1]
     assert made.new_logprobs.logprobs[:, 0].tolist() == [*range(at + 1)]
     assert (made.finish_reason, made.stop_reason) == (FinishReason.STOP, STOP)
-    assert made.kv_transfer_params == {FIRED: [["stop", STOP, 10 + at]]}
+    assert sending.carried(made) == [(FIRED, [["stop", STOP, 10 + at]])]
 
 
 def test_a_wrong_guess_that_is_not_finite_fails_nobody() -> None:

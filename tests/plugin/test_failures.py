@@ -12,11 +12,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from saesteer.config.config import KEY
 from saesteer.errors import PromptsFailed
 from saesteer.kernels import layout
 from saesteer.plugin.http import bodies
-from saesteer.plugin.results import counts, errors, failures, forms, metrics
+from saesteer.plugin.results import counts, errors, failures, forms, metrics, sending
 from saesteer.plugin.results.errors import SpecRefused
 from tests.plugin.fronts import Front, Scheduler, failing, running
 
@@ -41,10 +40,10 @@ def test_the_scheduler_ends_it_before_the_step_is_looked_at() -> None:
     assert {client: set(found) for client, found in told.items()} == {0: {"a", "c", "d"}, 3: {"b"}}
     assert told[0]["c"].new_token_ids == [5] and told[0]["c"].kv_transfer_params is None
     a, b = told[0]["a"], told[3]["b"]
-    assert a.kv_transfer_params == {forms.FAILED: "dose", KEY: table[0].tobytes()}
-    assert b.kv_transfer_params == {forms.FAILED: "gone"}
+    assert sending.carried(a) == [(forms.FAILED, "dose"), (forms.COUNTED, table[0].tobytes())]
+    assert sending.carried(b) == [(forms.FAILED, "gone")]
     assert (a.new_token_ids, a.finish_reason, b.finish_reason) == ([], FinishReason.ERROR, FinishReason.ERROR)
-    assert told[0]["d"].kv_transfer_params == {forms.FAILED: "shared"}, "it has taken an edited block of a's"
+    assert sending.carried(told[0]["d"]) == [(forms.FAILED, "shared")], "it has taken an edited block of a's"
     assert scheduler.kv_cache_manager.evicted == {2, 3, 7, 11, 13}, "nobody may find what was edited, or not"
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.utils import ConstantList
 
-from saesteer.plugin.results import forms
+from saesteer.plugin.results import forms, sending
 from saesteer.plugin.results.collapse import PERIODS, collapse, end, lengths
 from saesteer.plugin.worker.health import Health, attach, look
 
@@ -110,7 +110,7 @@ def test_the_step_that_reaches_the_count_ends_it(token: int, steps: list[int], o
         (output,) = outputs[0].outputs
         if request.done:
             assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.ERROR)
-            assert output.kv_transfer_params == {forms.FAILED: "collapsed: 1"}
+            assert sending.carried(output) == [(forms.FAILED, "collapsed: 1")]
         else:
             assert output.new_token_ids and output.finish_reason is None
     made = request.output_token_ids

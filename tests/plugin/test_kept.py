@@ -237,7 +237,7 @@ def test_a_full_disk_ends_the_request_with_an_error(tmp_path: Path, reads: int) 
         queue.append("its last output")
         return SimpleNamespace(reqs_to_abort=[])
 
-    sent = {"saesteer": np.zeros(1, np.int32).tobytes()}
+    sent = {"saesteer": [("counted", np.zeros(1, np.int32).tobytes())]}
     _receiving(original)(processor, [SimpleNamespace(request_id="a", kv_transfer_params=sent)])
     assert isinstance(queue[-1], errors.SpecRefused), "behind the last output, whose place it takes"
     assert queue[-1].code == "no_space" and "No space left on device" in str(queue[-1])

@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from saesteer.planning.plan import END
 from saesteer.plugin.configured import configure
 from saesteer.plugin.prefix_cache import RUNS
+from saesteer.plugin.results import sending
 from saesteer.plugin.results.forms import FAILED, Table
 
 BLOCK, PROMPT = 16, 100
@@ -70,7 +71,7 @@ class Engine:
             made.saesteer = Table([], np.zeros((0, 1), np.int32), dict.fromkeys(failed, WORD), frozenset())
         outputs = self.scheduler.update_from_output(step, made)
         ended = (one for each in outputs.values() for one in each.outputs if one.finish_reason is not None)
-        return {one.request_id: one.kv_transfer_params[FAILED] for one in ended}
+        return {one.request_id: dict(sending.carried(one))[FAILED] for one in ended}
 
     def _in_prompt(self, name: str) -> bool:
         request = self.scheduler.requests.get(name)

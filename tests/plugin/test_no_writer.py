@@ -49,6 +49,8 @@ def test_its_end_ends_the_requests_that_wait_for_it_alone(
             pass
         ours = psutil.Process(client.pid).children(recursive=True)
         [writer] = [one for one in ours if "saesteer.engine.filer" in one.cmdline()]
+        writer.suspend()
+        time.sleep(1)  # by then it has been sent rows
         writer.kill()
         for thread in begun:
             thread.join()

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
-from saesteer.plugin.results import forms, report, rules
+from saesteer.plugin.results import forms, report, rules, sending
 from saesteer.plugin.results.forms import FIRED, RULES
 from tests.plugin.blobs import blob, inside, readout
 
@@ -51,7 +51,7 @@ class Scheduler:
 
 
 def fired(output: Any) -> Any:
-    return (output.kv_transfer_params or {}).get(FIRED)
+    return dict(sending.carried(output)).get(FIRED)
 
 
 @pytest.mark.parametrize("position", [1, PROMPT - 1])

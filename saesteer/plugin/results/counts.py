@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from saesteer.config.config import KEY
 from saesteer.plugin.results import collapse, failures, reads, rules, sending
-from saesteer.plugin.results.forms import Guessed, Table
+from saesteer.plugin.results.forms import COUNTED, Guessed, Table
 from saesteer.plugin.wrap import Original, around
 
 
@@ -57,7 +57,7 @@ def _sending(
         }
         for one in last:
             if one.request_id in brought:
-                sending.carry(one, KEY, brought[one.request_id])
+                sending.carry(one, COUNTED, brought[one.request_id])
         failures.add_outputs(outputs, ended, brought)
     reads.hold(self, outputs, owed)
     return outputs

@@ -15,10 +15,9 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.request import RequestStatus
 
-from saesteer.config.config import KEY
 from saesteer.plugin.prefix_cache import blocks_from, edited_blocks
 from saesteer.plugin.results import sending
-from saesteer.plugin.results.forms import FAILED, NON_FINITE, SHARED
+from saesteer.plugin.results.forms import COUNTED, FAILED, NON_FINITE, SHARED
 from saesteer.plugin.wrap import Original, around
 
 
@@ -94,6 +93,8 @@ def add_outputs(outputs: dict[int, Any], ended: Iterable[tuple[Any, str]], count
             finish_reason=FinishReason.ERROR,
             events=request.take_events(),
             trace_headers=request.trace_headers,
-            kv_transfer_params={FAILED: word} | ({KEY: counted[name]} if name in counted else {}),
         )
+        sending.carry(last, FAILED, word)
+        if name in counted:
+            sending.carry(last, COUNTED, counted[name])
         sending.add(outputs, request.client_index, last)

@@ -19,10 +19,9 @@ BROKEN = "broken"  # the worker could not make its row; after a colon, the word 
 SHARED = "shared"  # it used cached blocks of a request that failed
 NON_FINITE = "non_finite"  # --fail-fast; after a colon, the word says what was not finite
 COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the period in tokens
-# Next to the counts in kv_transfer_params.
-FAILED = f"{KEY}_failed"  # the word of a failed request
-READ = f"{KEY}_read"
-FIRED = f"{KEY}_fired"
+# Kinds of the records that an output carries.
+COUNTED, READ, FIRED = "counted", "read", "fired"
+FAILED = "failed"  # the word of a failed request
 RULES = f"{KEY}_rules"  # next to the spec in extra_args, from the front end to the scheduler
 
 

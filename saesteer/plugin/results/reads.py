@@ -8,7 +8,7 @@ front end  planning/answers.py puts the rows together
 streams    each event says what is new (unsent.py)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -62,17 +62,12 @@ def send(
     made = {one.request_id: one for one in sending.of(outputs)} if waiting else {}
     for name in [*waiting]:
         if name in made:
-            _put(made[name], waiting.pop(name))
+            sending.carry(made[name], READ, waiting.pop(name))
         elif name not in scheduler.requests:  # it has ended, or was aborted
             del waiting[name]
     for name in [name for name in filed if name not in scheduler.requests]:
         del filed[name]
     return owed
-
-
-def _put(output: Any, blobs: Sequence[Blob]) -> None:
-    before = (output.kv_transfer_params or {}).get(READ, ())
-    sending.carry(output, READ, [*before, *blobs])
 
 
 class _Held(NamedTuple):
@@ -100,7 +95,7 @@ def hold(scheduler: Any, outputs: dict[int, Any], owed: Mapping[str, Owed]) -> N
     for name, one in [*held.items()]:
         if one.owed.done or not goes_on:
             del held[name]
-            _put(one.output, one.owed.told())
+            sending.carry(one.output, READ, one.owed.told())
             sending.add(outputs, one.client, one.output)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from vllm.v1.engine import FinishReason
 
-from saesteer.config.config import KEY
 from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
 from saesteer.errors import SpecError
@@ -17,13 +16,11 @@ from saesteer.planning.applied import count
 from saesteer.planning.plan import END
 from saesteer.planning.rules import flags
 from saesteer.plugin.reasoning import Border, found_in
-from saesteer.plugin.results import consuming, errors, metrics
-from saesteer.plugin.results.forms import FAILED, FIRED, READ
+from saesteer.plugin.results import consuming, errors, metrics, sending
+from saesteer.plugin.results.forms import COUNTED, FAILED, FIRED, READ
 from saesteer.plugin.results.kept import Room
 from saesteer.plugin.results.spools import Spool
 from saesteer.plugin.wrap import Original, around
-
-_OURS = frozenset({KEY, FAILED, READ, FIRED})  # in kv_transfer_params
 
 
 @dataclass(slots=True)
@@ -131,12 +128,9 @@ def _expecting(
 def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
     failed, keeping = [], []
     for one in engine_core_outputs:
-        sent = one.kv_transfer_params
-        if sent is not None and not _OURS.isdisjoint(sent):
-            found = dict(sent)
-            counted, word = found.pop(KEY, None), found.pop(FAILED, None)
-            blobs, fired = found.pop(READ, ()), found.pop(FIRED, ())
-            one.kv_transfer_params = found or None
+        if records := sending.carried(one):
+            found = dict(records)
+            counted, word, fired = found.get(COUNTED), found.get(FAILED), found.get(FIRED, ())
             state = self.request_states.get(one.request_id)
             answer: Report | None = getattr(state, "saesteer", None)
             if answer is not None:
@@ -144,7 +138,7 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
                     keeping.append((state, answer))
                 if counted:
                     answer.keep(counted, state.detokenizer.num_output_tokens())
-                answer.add(blobs)
+                answer.add([blob for kind, blobs in records if kind == READ for blob in blobs])
                 if answer.feed is not None:
                     consuming.give(state, answer.feed, found_in(answer.parts, state))
                 answer.fired += fired

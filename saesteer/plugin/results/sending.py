@@ -5,6 +5,8 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs
 
+from saesteer.config.config import KEY
+
 
 def of(outputs: Mapping[int, Any]) -> Iterator[Any]:
     """The outputs of all requests.
@@ -25,6 +27,16 @@ def add(outputs: dict[int, Any], client: int, output: Any) -> None:
     outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
 
-def carry(output: Any, word: str, content: Any) -> None:
-    """Sends something along, in the one field for anything that vLLM 0.26 to 0.33 all send."""
-    output.kv_transfer_params = {**(output.kv_transfer_params or {}), word: content}
+def carry(output: Any, kind: str, content: Any) -> None:
+    """Adds a record to an output, in the one field for anything that vLLM 0.26 to 0.33 all send."""
+    params = output.kv_transfer_params or {}
+    output.kv_transfer_params = {**params, KEY: [*params.get(KEY, ()), (kind, content)]}
+
+
+def carried(output: Any) -> list[tuple[str, Any]]:
+    """Takes the records from an output; each has its kind and its content."""
+    if not (params := output.kv_transfer_params) or KEY not in params:
+        return []
+    found: list[tuple[str, Any]] = params[KEY]
+    output.kv_transfer_params = {name: value for name, value in params.items() if name != KEY} or None
+    return found
