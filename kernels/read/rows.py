@@ -9,9 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Reduction = Literal["mean", "max", "last"]
-
-
 _PARTS = 3  # of a direction on a GPU with a bf16 stream: numbers of 8 bits that add up to the 24 of fp32
 
 
@@ -96,16 +93,15 @@ def read_probes(x: Tensor, probes: Probes) -> Tensor:
     return (scores if probes.columns is None else scores[:, probes.columns]) + probes.bias
 
 
-def reduce_rows(x: Tensor, how: Reduction) -> Tensor:
+def reduce_rows(x: Tensor, how: Literal["sum", "max", "last"]) -> Tensor:
     """What one part of the rows adds to their reduction, [d] fp32.
 
-    Of ``mean`` it is the sum: whoever has all parts adds their sums and divides. Of ``max`` it is the largest of each
-    column, and of ``last`` the last row.
+    It is their sum, the largest of each column, or the last row; ``saesteer.language.reductions`` joins the parts.
 
     Args:
         x: [n, d], any float dtype, at least one row.
-        how: the reduction.
+        how: what is made of the rows.
     """
-    if how == "mean":
+    if how == "sum":
         return x.sum(0, dtype=torch.float32)
     return (x.amax(0) if how == "max" else x[-1]).float()

@@ -26,6 +26,7 @@ from saesteer.engine.staging import Filed, Staging
 from saesteer.kernels import layout
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
+from saesteer.language.reductions import REDUCTIONS
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
 _INDICES = 128  # of rows and names, kept, and bytes of the largest; those of a step in which all decode come again
@@ -174,8 +175,8 @@ class Captures:
         if reading.reduce != "none":
             if not read.reduced:
                 return (rows.float(),)  # a single position is its own sum, maximum and last row
-            reduction = "mean" if reading.reduce == "message" else reading.reduce
-            return (reduce_rows(rows.reshape(len(rows) // max(1, len(reading.ops)), -1), reduction)[None],)
+            how = REDUCTIONS[reading.reduce].device
+            return (reduce_rows(rows.reshape(len(rows) // max(1, len(reading.ops)), -1), how)[None],)
         if reading.source is None:
             return (rows,)
         if read.names is None:  # probes of several sites

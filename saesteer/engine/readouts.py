@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from saesteer.engine.filer import Span
 from saesteer.kernels.read.features import Encoder
-from saesteer.kernels.read.rows import Probes, Reduction
+from saesteer.kernels.read.rows import Probes
+from saesteer.language.reductions import is_by_message
 
 if TYPE_CHECKING:
     from saesteer.engine.table import Arrow, Placement
@@ -74,7 +75,7 @@ class Reading:
     after: bool
     windows: Sequence[Span]  # disjoint, ascending
     last: bool  # only the row that sampled the answer's last token
-    reduce: Reduction | Literal["none", "message"]
+    reduce: str  # none, or a name of REDUCTIONS
     source: Source | None
     top_k: int
     named: tuple[int, ...]  # rows of the encoder
@@ -95,7 +96,7 @@ class Reading:
     def parts(self, position: int, tokens: int) -> Iterator[list[Span]]:
         """``spans`` as they are reduced: those of each message alone, or all together; none without positions."""
         spans = [*self.spans(position, tokens)]
-        if self.reduce != "message":
+        if not is_by_message(self.reduce):
             yield from [spans] if spans else []
             return
         first = bisect_right(self.starts, position) - 1

@@ -28,6 +28,7 @@ from saesteer.language.fields import (
     step,
     text,
 )
+from saesteer.language.reductions import REDUCTIONS
 from saesteer.language.sites import canonical
 
 MAX_READS = 256  # of each kind in `return`
@@ -44,7 +45,6 @@ _LISTS = ("features", "probes", "activations")  # the reads of `return` that are
 
 Moment = Literal["before", "after"]
 Cached = Literal["recompute", "skip"]
-Reduce = Literal["none", "mean", "max", "last", "message"]
 
 
 _cached = by(one_of("recompute", "skip"))
@@ -115,7 +115,7 @@ class ActivationRead(TokenRead):
 
     site: str = field(metadata=by(site))
     scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(scoped(EVERYTHING)))
-    reduce: Reduce = field(default="none", metadata=by(one_of("none", "mean", "max", "last", "message")))
+    reduce: str = field(default="none", metadata=by(one_of("none", *REDUCTIONS)))
     transport: Literal["inline", "handle"] = field(
         default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")
     )

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import Function, numbers_of
+from saesteer.language.reductions import is_by_message
 from saesteer.language.sites import parse
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together
-from saesteer.planning.reductions import Piece, Reduction
+from saesteer.planning.reductions import Piece, Pieces
 from saesteer.planning.windows import inside, of_part, rank
 
 # Kind of a readout → where answers have it.
@@ -156,7 +157,7 @@ class _Kind:
         self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that nobody was told yet
         self._told = 0  # positions below this one were told
         self.last: dict[int, bytes] = {}  # rows that may have sampled the answer's last token, by position
-        self._reduction = Reduction(self.readout)
+        self._reduction = Pieces(self.readout)
         self.begun = False  # whether the answer has an entry of it
         self.lowest = END  # position of all that have come
 
@@ -235,7 +236,7 @@ class _Kind:
             return _tensor(row, data, self.dtype, [len(row)])
         found = self._reduction.whole(end)
         data = b"".join(one.numbers.tobytes() for one in found.values())
-        if self.readout.reduce == "message":
+        if is_by_message(self.readout.reduce):
             spans, tokens = [[one.first, one.end] for one in found.values()], [one.tokens for one in found.values()]
             return _tensor(spans, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
         span = [at for one in found.values() for at in (one.first, one.end)]

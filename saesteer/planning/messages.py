@@ -10,6 +10,7 @@ from itertools import chain
 from saesteer.language.alike import parts_of
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
+from saesteer.language.reductions import is_by_message
 from saesteer.language.returns import Return
 from saesteer.language.rules import Rule
 from saesteer.language.spec import Spec
@@ -30,7 +31,7 @@ def named(spec: Spec) -> bool:
 def by_message(returns: Return) -> str | None:
     """The path of the first read that is reduced to a row for each message; None: there is none."""
     for n, one in enumerate(returns.activations):
-        if one.reduce == "message":
+        if is_by_message(one.reduce):
             return f"saesteer.return.activations[{n}].reduce"
     return None
 

@@ -274,15 +274,15 @@ class Readout:
     top_k: int = 0  # how many of the strongest features
     features: tuple[int, ...] = ()  # by their index in the dictionary
     probe: Direction | None = None  # as it was given, not at unit length; its bias is in the catalog
-    reduce: Literal["none", "mean", "max", "last", "message"] = "none"
-    starts: tuple[int, ...] = ()  # where chat messages begin, each of which is reduced to a row by "message"
+    reduce: str = "none"  # or a name of REDUCTIONS
+    starts: tuple[int, ...] = ()  # where chat messages begin, if each of them is reduced to a row
     inline: bool = True
     recompute: bool = True  # prompt tokens in the prefix cache are computed again; otherwise they are left out
     captured: bool = False  # the operator captures its rows as well
     part: Part | None = None  # as of a change
 
     @property
-    def reduced_there(self) -> Literal["none", "mean", "max", "last", "message"]:
+    def reduced_there(self) -> str:
         """How the worker reduces its rows, which does not know the border between the parts of an answer."""
         return self.reduce if self.part is None else "none"
 

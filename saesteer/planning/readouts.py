@@ -14,6 +14,7 @@ from saesteer.dictionaries.vectors import Function
 from saesteer.language import sites
 from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
+from saesteer.language.reductions import is_by_message
 from saesteer.language.returns import ActivationRead, FeatureRead, ProbeRead, Return
 from saesteer.language.rules import Watched
 from saesteer.language.sites import canonical, is_pregain, parse
@@ -268,7 +269,7 @@ def _probe(one: ProbeRead, catalog: Catalog, at: str) -> Readout:
 
 
 def _activation(starts: Sequence[int] | None, one: ActivationRead, catalog: Catalog, at: str) -> Readout:
-    by_message = one.reduce == "message"
+    by_message = is_by_message(one.reduce)
     if by_message and starts is None:
         message = "got message, but only chat requests with nothing but text have messages"
         fail(f"{at}.reduce", "not_served", f"{message}; expected mean")

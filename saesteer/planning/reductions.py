@@ -6,9 +6,9 @@ Knows neither how the numbers came nor what an answer makes of them (answers.py)
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
+from saesteer.language.reductions import REDUCTIONS
 from saesteer.planning.plan import Readout
 
 _LOOSE = 64  # last pieces that may still fall away: more than a step has guessed tokens
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     numbers: NDArray[Any]  # sum, maximum or last row: float32 as it came, sums of several pieces in float64
 
 
-class Reduction:
+class Pieces:
     """A reduction in the making, with the memory of a few pieces.
 
     Args:
@@ -31,7 +31,7 @@ class Reduction:
     """
 
     def __init__(self, readout: Readout) -> None:
-        self._how, self._starts = readout.reduce, readout.starts
+        self._readout = readout
         self._pieces: list[Piece] = []  # ascending
 
     def add(self, piece: Piece) -> None:
@@ -51,23 +51,16 @@ class Reduction:
             if piece.first < end:
                 number = self._message(piece)
                 found[number] = self._joined(found[number], piece) if number in found else piece
-        return {number: self._divided(piece) for number, piece in found.items()}
+        return {number: self._finished(piece) for number, piece in found.items()}
 
     def _message(self, piece: Piece) -> int:
         """The number of its message, if each has a mean of its own."""
-        return bisect_right(self._starts, piece.first) - 1
+        return bisect_right(self._readout.starts, piece.first) - 1
 
     def _joined(self, one: Piece, two: Piece) -> Piece:
         """A piece and one behind it."""
-        numbers = two.numbers
-        if self._how == "max":
-            numbers = np.maximum(one.numbers, numbers)
-        elif self._how != "last":
-            numbers = np.add(one.numbers, numbers, dtype=np.float64)
+        numbers = REDUCTIONS[self._readout.reduce].join(one.numbers, two.numbers)
         return Piece(one.first, two.end, one.tokens + two.tokens, numbers)
 
-    def _divided(self, piece: Piece) -> Piece:
-        """A piece with the mean in place of the sum, if it is one."""
-        if self._how in ("max", "last"):
-            return piece
-        return piece._replace(numbers=(piece.numbers.astype(np.float64) / piece.tokens).astype(np.float32))
+    def _finished(self, piece: Piece) -> Piece:
+        return piece._replace(numbers=REDUCTIONS[self._readout.reduce].finish(piece.numbers, piece.tokens))

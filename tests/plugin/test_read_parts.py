@@ -20,6 +20,7 @@ from saesteer.client import numbers
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.feed import Feed
 from saesteer.kernels.read.rows import reduce_rows
+from saesteer.language.reductions import REDUCTIONS
 from saesteer.language.spec import from_json
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
@@ -43,7 +44,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 def reduced(rows: torch.Tensor, how: Any) -> torch.Tensor:
     """The reduction of rows [n, d], as the device makes it of those of one step."""
-    found = reduce_rows(rows, "mean" if how == "message" else how)
+    found = reduce_rows(rows, REDUCTIONS[how].device)
     return found / len(rows) if how in ("mean", "message") else found
 
 
