@@ -96,7 +96,7 @@ def read_probes(x: Tensor, probes: Probes) -> Tensor:
 def reduce_rows(x: Tensor, how: Literal["sum", "max", "last"]) -> Tensor:
     """What one part of the rows adds to their reduction, [d] fp32.
 
-    It is their sum, the largest of each column, or the last row; ``saesteer.language.reductions`` joins the parts.
+    It is their sum, the largest of each column, or the last row; ``saesteer.planning.reductions`` joins the parts.
 
     Args:
         x: [n, d], any float dtype, at least one row.

@@ -26,7 +26,7 @@ from saesteer.engine.staging import Filed, Staging
 from saesteer.kernels import layout
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.read.rows import Probes, read_probes, reduce_rows
-from saesteer.language.reductions import REDUCTIONS
+from saesteer.planning.reductions import REDUCTIONS
 
 _COMBINATIONS = 1024  # of sites that requests read together, kept
 _INDICES = 128  # of rows and names, kept, and bytes of the largest; those of a step in which all decode come again

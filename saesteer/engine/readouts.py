@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from saesteer.engine.filer import Span
 from saesteer.kernels.read.features import Encoder
 from saesteer.kernels.read.rows import Probes
-from saesteer.language.reductions import is_by_message
+from saesteer.planning.reductions import is_by_message
 
 if TYPE_CHECKING:
     from saesteer.engine.table import Arrow, Placement

@@ -7,7 +7,7 @@ A read includes position 0, unlike an edit, and leaves first positions alone onl
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from saesteer.language import address
 from saesteer.language.edits import GENERATED, Interval, Scope, feature, intervals, layer, scoped
@@ -28,7 +28,6 @@ from saesteer.language.fields import (
     step,
     text,
 )
-from saesteer.language.reductions import REDUCTIONS
 from saesteer.language.sites import canonical
 
 MAX_READS = 256  # of each kind in `return`
@@ -45,6 +44,7 @@ _LISTS = ("features", "probes", "activations")  # the reads of `return` that are
 
 Moment = Literal["before", "after"]
 Cached = Literal["recompute", "skip"]
+Reduce = Literal["none", "mean", "max", "last", "message"]
 
 
 _cached = by(one_of("recompute", "skip"))
@@ -115,7 +115,7 @@ class ActivationRead(TokenRead):
 
     site: str = field(metadata=by(site))
     scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(scoped(EVERYTHING)))
-    reduce: str = field(default="none", metadata=by(one_of("none", *REDUCTIONS)))
+    reduce: Reduce = field(default="none", metadata=by(one_of(*get_args(Reduce))))
     transport: Literal["inline", "handle"] = field(
         default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")
     )

@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import Function, numbers_of
-from saesteer.language.reductions import is_by_message
 from saesteer.language.sites import parse
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together
-from saesteer.planning.reductions import Piece, Pieces
+from saesteer.planning.reductions import Piece, Pieces, is_by_message
 from saesteer.planning.windows import inside, of_part, rank
 
 # Kind of a readout → where answers have it.

@@ -10,12 +10,12 @@ from itertools import chain
 from saesteer.language.alike import parts_of
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
 from saesteer.language.fields import closest, fail, listing, show
-from saesteer.language.reductions import is_by_message
 from saesteer.language.returns import Return
 from saesteer.language.rules import Rule
 from saesteer.language.spec import Spec
 from saesteer.planning.lookup import dictionary_of
 from saesteer.planning.plan import END, Catalog, Window
+from saesteer.planning.reductions import is_by_message
 from saesteer.planning.rules import refuse_above
 from saesteer.planning.windows import windows, windows_of_read
 

@@ -14,13 +14,13 @@ from saesteer.dictionaries.vectors import Function
 from saesteer.language import sites
 from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
-from saesteer.language.reductions import is_by_message
 from saesteer.language.returns import ActivationRead, FeatureRead, ProbeRead, Return
 from saesteer.language.rules import Watched
 from saesteer.language.sites import canonical, is_pregain, parse
 from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import check_feature, dictionary_of, hint_of, read_probe, reading_site
 from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Plan, Readout, Window
+from saesteer.planning.reductions import is_by_message
 from saesteer.planning.windows import windows_of_read
 
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(_transcoder(), found / "mlp" / "d.safetensors")
     shutil.copy(f"{_transcoder()}.labels", found / "mlp" / "d.safetensors.labels")
     with closing(sqlite3.connect(found / "mlp" / "d.safetensors.labels")) as base:
-        base.executescript("DROP TABLE clamps; DROP TABLE writes; DROP TABLE written;")
+        base.executescript("DROP TABLE clamps; DROP TABLE writes; DROP TABLE written; DROP TABLE alike;")
     return found
 
 

@@ -20,11 +20,11 @@ from saesteer.client import numbers
 from saesteer.config.config import SaesteerConfig
 from saesteer.consumers.feed import Feed
 from saesteer.kernels.read.rows import reduce_rows
-from saesteer.language.reductions import REDUCTIONS
 from saesteer.language.spec import from_json
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Catalog
 from saesteer.planning.readouts import declared
+from saesteer.planning.reductions import REDUCTIONS
 from saesteer.planning.windows import inside
 from saesteer.plugin.door.admission import Door
 from tests.consumers.runners import Direct, ticket, tokens
