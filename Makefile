@@ -40,13 +40,17 @@ $(READY): pyproject.toml tools/setup.py
 demo: $(READY)
 	@$(BIN)/saesteer demo
 
-# Side by side, a file in one process; with more threads than cores torch would wait most of the time. Slow tests share
-# engines, so they run in one process.
+# Side by side, a file in one process; with more threads than cores torch would wait most of the time.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(PROCESSES),2) --dist loadfile -m "not slow and not network"
 
+# In two processes: the files whose tests share engines, and all others, whose output comes at the end.
+SLOW = SAESTEER_TEST_RUNNING=4 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(BIN)/python -m pytest \
+	-m "slow and not long and not network" --runs tests/slow_runs.jsonl $(if $(UNTIL),--until $(UNTIL)) $(if $(FIRST),--first $(FIRST)) $(FILES)
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m "slow and not long and not network" --runs tests/slow_runs.jsonl $(if $(UNTIL),--until $(UNTIL)) $(if $(FIRST),--first $(FIRST)) $(FILES)
+	@log=$$(mktemp); $(SLOW) --shared no > $$log 2>&1 & other=$$!; \
+	$(SLOW) --shared yes; code=$$?; wait $$other; rest=$$?; cat $$log; rm $$log; \
+	for one in $$code $$rest; do [ $$one = 0 ] || [ $$one = 5 ] || exit $$one; done
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m "long and not network and not vision"

@@ -55,6 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--first", type=int, metavar="N", help="begin with this file of slow tests, counted round")
     parser.addoption("--part", metavar="I/N", help="of the tests, the Ith of N parts of as many, from 1 on")
+    parser.addoption(
+        "--shared", choices=("yes", "no"), help="of the files, those whose tests share engines, or the rest"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -97,6 +100,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect `gpu` tests on a CPU, of which pytest's last line says how many; and put together who shares."""
+    if shared := config.getoption("--shared"):
+        sharing = {_file(item) for item in items if 0 < _group(item) <= len(SHARERS)}
+        config.hook.pytest_deselected(items=[item for item in items if (_file(item) in sharing) != (shared == "yes")])
+        items[:] = [item for item in items if (_file(item) in sharing) == (shared == "yes")]
     items.sort(key=_group)  # stable: otherwise as they were written
     if (first := config.getoption("--first")) is not None:
         items[:] = _turned(items, first)

@@ -1,5 +1,6 @@
 """Tests that a run does not reach are named, and fail it if they are nine in ten of those that have to run."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,16 @@ def test_a_run_whose_time_is_up_fails_and_says_so(tmp_path: Path) -> None:
         "2 of the 2 tests that have to run were not reached in time, and 0 of 0 others; that is a failure" in run.stdout
     )
     assert "test_it.py::test_two not reached before" in run.stdout
+
+
+def test_files_whose_tests_share_engines_run_apart(tmp_path: Path) -> None:
+    shared = (
+        "import pytest\n@pytest.fixture\ndef make_engine(): pass\n@pytest.mark.slow\ndef test_it(make_engine): pass\n"
+    )
+    (tmp_path / "test_shared.py").write_text(f"{shared}def test_quick(): pass\n")
+    (tmp_path / "test_own.py").write_text("def test_it(): pass\n")
+    words = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--co", "-q", str(tmp_path)]
+    for which, expected in (("yes", "test_shared.py: 2"), ("no", "test_own.py: 1")):
+        command = [sys.executable, "-m", "pytest", *words, "-q", "--shared", which]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert re.findall(r"test_\w+\.py: \d", run.stdout) == [expected], run
