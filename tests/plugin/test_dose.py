@@ -51,19 +51,18 @@ def test_a_call_raises_with_the_other_answers_and_leaves_nothing_behind(refusing
 
     prompts = [*PROMPTS, LONG_PROMPT]
     before = exactly(refusing, prompts)
-    for n in (1, 2):
+    for n in (1, 2):  # the prefix cache hides nothing
         params = SamplingParams(temperature=0.5 * (n > 1), n=n, max_tokens=16, ignore_eos=True)
-        for _ in range(2):  # the prefix cache hides nothing
-            with pytest.raises(PromptsFailed, match=r"^1 of 5 prompts failed, .*prompts\[4\]: ") as told:
-                refusing.generate(prompts, params, steer=[None, BRIDGE, None, None, edit], use_tqdm=False)
-            assert (told.value.code, told.value.field) == ("dose", "saesteer.edits")
-            assert "resid_post.15" in str(told.value) and "1 at most" in str(told.value)
-            *others, failed = told.value.outputs
-            assert failed is None and [output.prompt for output in others] == prompts[:-1]
-            assert all(len(choice.token_ids) == 16 for output in others for choice in output.outputs)
-            assert others[1].saesteer["applied"] and [len(output.outputs) for output in others] == [n] * 4
-            processor = refusing.llm_engine.output_processor
-            assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
+        with pytest.raises(PromptsFailed, match=r"^1 of 5 prompts failed, .*prompts\[4\]: ") as told:
+            refusing.generate(prompts, params, steer=[None, BRIDGE, None, None, edit], use_tqdm=False)
+        assert (told.value.code, told.value.field) == ("dose", "saesteer.edits")
+        assert "resid_post.15" in str(told.value) and "1 at most" in str(told.value)
+        *others, failed = told.value.outputs
+        assert failed is None and [output.prompt for output in others] == prompts[:-1]
+        assert all(len(choice.token_ids) == 16 for output in others for choice in output.outputs)
+        assert others[1].saesteer["applied"] and [len(output.outputs) for output in others] == [n] * 4
+        processor = refusing.llm_engine.output_processor
+        assert not (processor.request_states or processor.parent_requests or processor.external_req_ids)
     assert exactly(refusing, prompts) == before
 
 
