@@ -22,39 +22,6 @@ def chunk(more: str = "", **fields: Any) -> str:
     return f"data: {json.dumps(found, separators=(',', ':'))[:-1]}{more}}}\n\n"
 
 
-def test_deltas_say_what_was_read_and_the_stop_reason_the_rest() -> None:
-    pieces: list[Any] = [
-        {"features": [1, 2], "probes": [3]},  # with the role, which is no delta
-        {"features": [4]},  # with no text
-        None,
-        {"probes": [5]},
-        {"features": [6]},
-        {**SAID, "features": [], "probes": [7], "hidden": [8]},
-    ]
-    deltas = [{"role": "assistant"}, {"content": ""}, {"reasoning": "r"}, {"content": "x"}, {}, {"content": "y"}]
-
-    async def chunks() -> AsyncIterator[str]:
-        for piece, delta in zip(pieces, deltas, strict=True):
-            said = "" if piece is None else f',"saesteer":{json.dumps(piece)}'
-            ends = "stop" if piece is pieces[-1] else None
-            yield chunk(said, choices=[{"index": 0, "delta": delta, "finish_reason": ends}])
-        yield chunk(choices=[], usage={"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2})
-        yield "data: [DONE]\n\n"
-
-    async def read() -> list[str]:
-        serving: Any = SimpleNamespace(stop_reason_map={"stop": "end_turn"})
-        convert = anthropic._stream(AnthropicServingMessages.message_stream_converter)
-        return [event async for event in convert(serving, chunks())]
-
-    events = [json.loads(one.partition("data: ")[2]) for one in asyncio.run(read())]
-    told = [(one["type"], one["delta"].get("type"), one["saesteer"]) for one in events if "saesteer" in one]
-    assert told == [
-        ("content_block_delta", "thinking_delta", {"features": [1, 2, 4], "probes": [3]}),
-        ("content_block_delta", "signature_delta", {"probes": [5]}),
-        ("message_delta", None, {**SAID, "features": [6], "probes": [7], "hidden": [8]}),
-    ]
-
-
 @pytest.mark.parametrize("extra", [{"saesteer": {}}, {}], ids=["a spec", "a default module"])
 def test_a_stream_of_objects_has_it_on_its_chunks(extra: Any) -> None:
     """As from vLLM 0.33 on, with a stand-in for its chunks: what is new, and the rest where the choice ends."""

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,22 +186,6 @@ def test_one_that_raises_fails_its_request_alone(llm: Any) -> None:
     assert output.saesteer["consumers"]["judge"]["finish"] == "length"
 
 
-WRONG = [
-    ({"jugde": {}}, "saesteer.return.consumers.jugde", "unknown_name"),
-    ({"capture": {}}, "saesteer.return.consumers.capture", "unknown_name"),
-    ({"judge": {"seed": 1}}, "saesteer.return.consumers.judge.seed", "unknown_field"),
-    ({"filesystem": {"tag": "../x"}}, "saesteer.return.consumers.filesystem.tag", "out_of_range"),
-    ({"filesystem": {"folder": "/tmp"}}, "saesteer.return.consumers.filesystem.folder", "unknown_field"),
-]
-
-
-@pytest.mark.parametrize(("consumers", "field", "code"), WRONG, ids=[row[1] for row in WRONG])
-def test_wrong_parameters_are_refused_at_the_door(llm: Any, consumers: Any, field: str, code: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        ask(llm, [text("wrong")], {"return": READ | {"consumers": consumers}})
-    assert (caught.value.field, caught.value.code) == (field, code)
-
-
 def test_a_crowd_is_captured_row_for_row(llm: Any, folder: Path) -> None:
     """Requests that ask for nothing, next to some that read the same rows and some that edit, while many preempt."""
     edit = {"op": "add", "vector": "any", "site": SITE, "scale": 5.0}
@@ -240,38 +223,6 @@ def test_cached_prompt_tokens_are_not_captured_again(llm: Any, folder: Path) -> 
         there = captured(llm, folder, site)
         whole, rest = there[first.request_id, 0], there[second.request_id, 0]
         assert sorted(rest) == [*range(second.num_cached_tokens, len(whole))]
-
-
-def test_prompts_that_cannot_be_read_are_served(llm: Any) -> None:
-    from types import SimpleNamespace
-
-    door = llm.llm_engine.input_processor.saesteer_door
-    assert door.captures(SimpleNamespace(prompt_token_ids=[1]))
-    assert not door.captures(SimpleNamespace(prompt_token_ids=None))
-    assert not door.captures(SimpleNamespace(prompt_token_ids=[1], resumable=True))
-
-
-def test_nobody_is_left_behind_by_an_abort(llm: Any) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    engine = llm.llm_engine
-    consumers = engine.input_processor.saesteer_door.consumers
-    spec = {"return": READ | {"consumers": {"filesystem": {"tag": "gone"}, "logging": {}}}}
-    params = SamplingParams(
-        max_tokens=300, ignore_eos=True, extra_args={"saesteer": spec}, output_kind=RequestOutputKind.DELTA
-    )
-    ids = llm.get_tokenizer()(text("gone", 100)).input_ids
-    engine.add_request("gone", {"prompt_token_ids": ids}, params)
-    for _ in range(6):
-        engine.step()
-    filesystem, logging = (consumers.named[name].consumer for name in ("filesystem", "logging"))
-    engine.abort_request(["gone"])
-    engine.step()
-    until = time.monotonic() + 20
-    while (filesystem._series or logging._seen) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not filesystem._series and not logging._seen
 
 
 @pytest.fixture(scope="module")

@@ -197,29 +197,6 @@ def tokens_of(made: Any) -> int:
     return int(usage["completion_tokens"] if "completion_tokens" in usage else usage["output_tokens"])
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_each_choice_of_a_prompt_that_is_stopped_has_read_it(
-    any_server: httpx.Client, known: dict[str, Any], path: str
-) -> None:
-    ids, short, _ = reference(any_server, known)
-    wanted = expected(short, ids, ended=True)
-    prompts: dict[str, Any] = {"messages": TURNS} if "chat" in path else {"prompt": [ids, ids]}
-    body = {"model": "base", "n": 2, "temperature": 0.9, "max_tokens": 9, **prompts}
-    body["saesteer"] = {"edits": [stop(-1)], "return": READS}
-    made = post(any_server, path, body)
-    choices = 2 if "chat" in path else 4
-    assert [one["index"] for one in made["choices"]] == [*range(choices)]
-    for one in made["choices"]:
-        check(one["saesteer"], wanted, len(ids) - 1, upto=len(ids))
-        assert one["finish_reason"] == "stop"
-    with any_server.stream("POST", path, json={**body, "stream": True}) as response:
-        events = events_of(response)
-    found = pieces_of(events)
-    assert sorted(found) == [*range(choices)]
-    for pieces in found.values():
-        check(joined(pieces), wanted, len(ids) - 1, upto=len(ids))
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
 def test_the_prompt_is_echoed_with_its_logprobs(any_server: httpx.Client, known: dict[str, Any], stream: bool) -> None:
     ids, *_ = reference(any_server, known)
