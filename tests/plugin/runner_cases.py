@@ -10,6 +10,7 @@ from tests.plugin.readings import positions_of
 from tests.plugin.said import plain, same
 
 CLOSE = 1e-4  # of a logprob: two float32 implementations of the same three layers
+ROUNDED = 2e-3  # of a dose, which both round to four digits
 BROKEN = 23  # a feature for which a worker fails
 TOKENS = 12  # of an answer
 EVERYWHERE = {"positions": [[0, None]]}
@@ -49,6 +50,7 @@ CASES: dict[str, Any] = {
     "gated": {"edits": [add("resid_post.2", 3) | {"when": {"dictionary": "relu", "feature": 3, "above": 0.1}}]},
     "read": {"return": READS},
     "edited and read": {"edits": [add("resid_post.0", 3), CLAMP], "return": READS},
+    "measured": {"edits": [add("resid_post.0", 7, **GENERATED)], "return": {"dose": True}},
     "handles": {"edits": [add("resid_post.0", 7, positions=[[40, 95]])], "return": HANDLES},
     "flag": {"edits": [CLAMP, rule("flag", 2.0, 2, **EVERYWHERE), rule("flag", -1e9)]},
     "stop": {"edits": [add("resid_post.0", 5), rule("stop", 4.0)]},
@@ -87,7 +89,7 @@ def check(oracle: hf.Model, asked: Ask, told: Mapping[str, Any]) -> list[str]:
         own = float(logprobs[step, token])
         assert abs(own - found) < CLOSE and own > float(logprobs[step].max()) - 2 * CLOSE, (step, own, found)
     said = dict(told["said"])
-    applied = said.pop("applied", [])
+    applied, doses = said.pop("applied", []), said.pop("dose", [])
     for edit, entries in _by_edit(lasting, applied):
         if "when" not in edit:
             scope = edit.get("scope", {})
@@ -96,6 +98,7 @@ def check(oracle: hf.Model, asked: Ask, told: Mapping[str, Any]) -> list[str]:
                 assert entry["tokens_edited"] == len(positions_of(scope, len(prompt), len(ids))), entry
     read = oracle.read(ids, steer=_inline(asked.spec), prompt_len=len(prompt)) if asked.spec else {}
     said, expected = (json.loads(json.dumps(one)) for one in (said, plain(read)))  # of tuples it makes lists
+    same(doses, expected.pop("dose", []), ROUNDED, "dose")
     same(said, expected, CLOSE, "saesteer")
     fired = {flag["edit"]: flag["position"] for flag in expected.get("flags", ())}
     stops = {f"saesteer.edits[{edits.index(edit)}]" for edit in rules if edit["op"] == "stop"}

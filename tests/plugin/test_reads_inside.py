@@ -24,50 +24,47 @@ from tests.plugin.read_requests import OPTIONS, READS, add, ask, text
 pytestmark = pytest.mark.slow
 
 
-def test_nothing_stays_behind_a_request_that_was_aborted(model_dir: str, dictionaries: Dictionaries) -> None:
+@pytest.fixture(scope="module")
+def told(model_dir: str, dictionaries: Dictionaries) -> Any:
+    """What an engine tells that has done all of it."""
+    options = {**dictionaries.options, "inline_rows": 2, **engine_options(**OPTIONS)}
+    options["distributed_executor_backend"] = "uni"
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    job = json.dumps({"model": model_dir, "options": options})
+    return hear("-m", "tests.plugin.test_reads_inside", job, environment=environment, fork=True)
+
+
+def test_nothing_stays_behind_a_request_that_was_aborted(told: Any) -> None:
     """In mid-prompt, where what was read waits for an output, although nobody else runs; and in mid-answer."""
-    found = inside("aborts", model_dir, dictionaries)
-    assert found == {"waits": 1, "in mid-prompt": [0, False], "in mid-answer": [0, False], "told": 9}
+    assert told["aborts"] == {"waits": 1, "in mid-prompt": [0, False], "in mid-answer": [0, False], "told": 9}
 
 
-def test_files_have_the_rows_that_answers_have_inline(model_dir: str, dictionaries: Dictionaries) -> None:
+def test_files_have_the_rows_that_answers_have_inline(told: Any) -> None:
     """Of a crowd whose prompts come in chunks, that preempts, and whose answers end one by one, two by stop strings."""
-    found = inside("files", model_dir, dictionaries)
+    found = told["files"]
     assert found["preempted"] and found["stopped"] == 2 and found["rows"] > 500
     assert found["apart"] < 1e-4, "of the largest number of a row; batches differ, and so do last bits"
 
 
-def test_an_answer_waits_for_its_rows_and_no_other_one_does(model_dir: str, dictionaries: Dictionaries) -> None:
+def test_an_answer_waits_for_its_rows_and_no_other_one_does(told: Any) -> None:
     """Of two that read by handle, one ends early, and nothing is written until the other has gone on."""
-    found = inside("held", model_dir, dictionaries)
+    found = told["held"]
     assert found["ended"] == ["one", "two"] and found["meanwhile"] >= 8, "the other one got tokens"
     assert found["before"] < found["tokens"], "it did not wait for the other one's end"
     assert found["rows"] == [11, 59] and found["apart"] < 1e-4
 
 
-def test_an_answer_that_waits_for_its_rows_comes_though_the_engine_is_paused(
-    model_dir: str, dictionaries: Dictionaries
-) -> None:
-    found = inside("paused", model_dir, dictionaries)
-    assert found == {"held": 1, "ended": ["one"], "meanwhile": 0, "afterwards": ["two"]}
-
-
-def inside(what: str, model_dir: str, dictionaries: Dictionaries) -> Any:
-    """What an engine tells that has done something."""
-    options = {**dictionaries.options, "inline_rows": 2, **engine_options(**OPTIONS)}
-    options["distributed_executor_backend"] = "uni"
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    job = json.dumps({"what": what, "model": model_dir, "options": options})
-    return hear("-m", "tests.plugin.test_reads_inside", job, environment=environment, fork=True)
+def test_an_answer_that_waits_for_its_rows_comes_though_the_engine_is_paused(told: Any) -> None:
+    assert told["paused"] == {"held": 1, "ended": ["one"], "meanwhile": 0, "afterwards": ["two"]}
 
 
 def main() -> None:
-    """Do what is asked, and tell what came out."""
+    """Do one after the other, and tell what came out."""
     from saesteer import LLM
 
     job = json.loads(sys.argv[1])
     llm = LLM(job["model"], **job["options"])
-    tell({"aborts": aborts, "files": files, "held": held, "paused": paused}[job["what"]](llm))
+    tell({what.__name__: what(llm) for what in (aborts, files, held, paused)})
 
 
 def aborts(llm: Any) -> dict[str, Any]:

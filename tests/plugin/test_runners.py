@@ -73,13 +73,14 @@ def test_requests_were_preempted_and_leave_nothing(told: Any, model: str) -> Non
     assert not any(told[model]["left"])
 
 
-STORMS = 16  # of a model; six seconds each
+# The first storm and how many of a model, each of which takes six seconds.
+STORMS = [(0, 8), *(pytest.param(first, 26, marks=pytest.mark.long) for first in range(8, 112, 26))]
 HAPPENS_IN_STORMS = {*HAPPENS, "preempted", "aborted", "failed"}
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(STORMS, 112, STORMS))])
-def test_storms_on_the_v2_runner_with_a_real_forward_pass(folder: Path, model: str, first: int) -> None:
-    words = "-m", "tests.plugin.real_storms", str(folder), model, str(first), str(STORMS)
+@pytest.mark.parametrize(("first", "storms"), STORMS)
+def test_storms_on_the_v2_runner_with_a_real_forward_pass(folder: Path, model: str, first: int, storms: int) -> None:
+    words = "-m", "tests.plugin.real_storms", str(folder), model, str(first), str(storms)
     found = hear(*words, environment=runners.environment("V2"))
     assert not found["wrong"], "\n".join(found["wrong"])
     assert not any(found["left"])
