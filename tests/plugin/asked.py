@@ -14,7 +14,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [400, 3, 77], [9] * 40]
 ROWS = [[((3 * n + k) % 11 - 5) / 4 for n in range(WIDTH)] for k in range(2)]
 HEADS = [((5 * n) % 11 - 5) / 4 for n in range(2 * WIDTH)]  # as wide as z, of which each of two ranks has half
 CLAMP = {"op": "clamp", "dictionary": "random", "feature": 17, "value": 6.0}
-NAN = 499  # a token whose embedding is NaN in one of the models
 OVER = {"dictionary": "random", "feature": 3, "above": 0.2}
 KINDS = ("resid_pre.1", "attn_in.1", "z.2", "attn_out.1", "resid_mid.1", "mlp_in.1", "mlp_out.1", "resid_post.2")
 
@@ -102,15 +101,3 @@ def other_llama(folder: Path) -> str:
             else:
                 (folder / "other" / path.name).write_bytes(path.read_bytes())
     return str(folder / "other")
-
-
-def broken_llama(folder: Path) -> str:
-    """The tiny model, in which one token has no embedding."""
-    from transformers import AutoModelForCausalLM
-
-    if not (folder / "broken").exists():
-        model = AutoModelForCausalLM.from_pretrained(tiny_llama(folder), dtype=torch.float32)
-        with torch.no_grad():
-            model.get_input_embeddings().weight[NAN] = float("nan")
-        model.save_pretrained(folder / "broken")
-    return str(folder / "broken")
