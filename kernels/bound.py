@@ -1,6 +1,6 @@
 """What is bound to a site: the tensors that the op uses there and a compiler need not know. Knows no requests.
 
-To add a tensor of the engine, add its field here, its check in arguments.py, and make it in saesteer/engine/engine.py.
+To add a tensor of the engine, add its field and its check here, and make it in saesteer/engine/engine.py.
 No signature changes: ops, layers and launches hand the whole record on, to the kernel that reads the new field.
 """
 
@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor
 
-from saesteer.kernels.arguments import check_bound
+from saesteer.kernels import layout
+from saesteer.kernels.arguments import FLOATS, FP32, INT32, INTS, need, need_line, need_table, need_work, wrong
+from saesteer.kernels.edit.configs import MAX_WIDTH, TILED_ABOVE, at_once, configs
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
@@ -48,12 +50,43 @@ class Bound:
     has_norms: bool  # whether an entry may ask for an input norm
 
     def __post_init__(self) -> None:
-        check_bound(self)
+        slots, width, tokens = self.b_enc.shape[0], self.w_dec.shape[-1], self.work.shape[0] - 1
+        words = layout.scratch_words(width, self.dense_size, layout.TILE) if self.w_enc.is_cuda else 0
+        need(self.w_dec, "w_dec", FLOATS, "slots", width)
+        need(self.w_enc, "w_enc", FLOATS, slots, width)
+        if not 1 <= width <= MAX_WIDTH:
+            raise wrong(self.w_dec, "w_dec", f"a width of 1 to {MAX_WIDTH}")
+        need(self.b_enc, "b_enc", FP32, slots)
+        need(self.threshold, "threshold", FP32, slots)
+        need(self.b_dec, "b_dec", FP32, "dictionaries", width)
+        need(self.index, "index", INT32, 1)
+        need_table(self.table)
+        need_work(self.work)
+        need_line(self.positions, "positions", INTS, tokens)
+        need_line(self.cells, "cells", INT32, tokens)
+        need(self.registers, "registers", FP32, len(self.cells), "registers")
+        if self.kept is not None:
+            need(self.kept, "kept", FLOATS, len(self.cells), width)
+        for name, captured in (("before", self.before), ("after", self.after)):
+            if captured is not None:
+                need(captured, name, FLOATS, len(self.cells), width)
+        if (self.before is None) != (self.after is None):
+            raise ValueError("one of before and after is None: expected both or neither")
+        need(self.kinds, "kinds", INT32, 1, host=True)
+        need_line(self.scratch, "scratch", FP32, words)
 
     @property
     def width(self) -> int:
         """The width d of the tensor at this site; sites may differ."""
         return self.w_dec.shape[1]
+
+    def launch_sizes(self, max_tokens: int) -> list[int]:
+        """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch here."""
+        tuned = configs(self.width)
+        tables = (tuned.edit, tuned.encode)
+        round_ = at_once(self.scratch.numel(), self.width, layout.even(self.dense_size), max_tokens)
+        borders = {1, TILED_ABOVE, round_, max_tokens, *(most for table in tables for most, _ in table)}
+        return sorted(size for size in borders if 0 < size <= max_tokens)
 
 
 # By the address of `index`. A record keeps its index alive, so nothing else gets this address meanwhile. This table

@@ -118,7 +118,7 @@ def edit_(
     if ranks is None and not copies and _idle(stream, bound):
         return
     x = stream if ranks is None else ranks.gather(stream)
-    check_edit(x, second, norm_weight, counts, bound, form)
+    check_edit(x, second, norm_weight, counts, bound.table, bound.width, form)
     if x.is_cuda and copies:
         from saesteer.kernels.edit.captured import capture  # a CPU may have no Triton
 

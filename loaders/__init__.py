@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders import max_act
+from saesteer.loaders import hub, max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, facts, vector_of
 from saesteer.loaders.files import fetch
@@ -57,6 +57,7 @@ FORMATS: dict[str, Format] = {
     "goodfire": goodfire,
     "apollo": apollo,
 }
+hub.NAMES += [name for form in FORMATS.values() for name in form.FILES]
 
 
 def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | None = None) -> SparseCoder:

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from saesteer.errors import LoadError
 from saesteer.loaders.files import State, readable, state_of, wrong
+from saesteer.loaders.hub import LARGEST_HEADER
 from saesteer.loaders.progress import shown
 
 BLOCK_BYTES = 64 << 20
-LARGEST_HEADER = 100 << 20
 LARGEST_NPY_HEADER = 64 << 10  # a name, a shape and a dtype
 MOST_PACKED = 100  # times that a large array may be larger than in its file; deflated weights are 1.1 times as large
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}

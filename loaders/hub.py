@@ -24,9 +24,13 @@ _ENCODER = re.compile(r"W_enc_(\d+\.safetensors)\Z")
 PIN = "@@"  # before the revision, at the end of a place: a commit, a tag or a branch such as refs/pr/1
 # Joined to a folder, it might lead out of it.
 _UNSAFE = re.compile(r"/|[A-Za-z]:|.*[\\\0]|(.*/)?\.\.(/|\Z)", re.DOTALL)
+LARGEST_HEADER = 100 << 20  # bytes, of a safetensors file
 _SMALL = 1 << 20  # bytes of a file, or of a part of one, that is read whole
 _BLOCK = 1 << 16  # bytes that one request asks for at least
 _MEMBER = 1 << 14  # bytes at the beginning of an array in an archive: more than its header has
+
+
+NAMES: list[str] = []  # of all files that a format consists of
 
 
 class UnsafeName(LoadError):
@@ -60,7 +64,7 @@ def download(place: str, *, again: bool = False) -> Path:
     folder = inside.rpartition("/")[0] if is_file else inside
     prefix = f"{folder}/" if folder else ""
     # The hub is asked for nothing else, whatever a repository holds. A single file needs its JSON as well.
-    names = [name for name in _names() if name.endswith((".json", ".yaml")) or not is_file]
+    names = [name for name in NAMES if name.endswith((".json", ".yaml")) or not is_file]
     patterns = [*dict.fromkeys(_together(inside) * is_file + [prefix + name for name in names] + _above(folder))]
     with _answering(place):
         from huggingface_hub import snapshot_download
@@ -152,7 +156,7 @@ def _listed(place: str) -> list[str]:
 def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
     """The place of each dictionary below a place, and the files that it consists of."""
     repo, inside, _ = _split(place)
-    weights = [name for name in _names() if name.endswith(WEIGHT_SUFFIXES)]
+    weights = [name for name in NAMES if name.endswith(WEIGHT_SUFFIXES)]
     folders: dict[str, list[str]] = {}
     for name in listed:
         file = name.rpartition("/")[2]
@@ -165,7 +169,7 @@ def _found(place: str, listed: list[str]) -> list[tuple[str, list[str]]]:
     chosen = {one: files for one, files in folders.items() if _is_below(one, inside)}
     if inside in chosen:
         chosen = {inside: chosen[inside]}
-    config = {name for name in _names() if name.endswith((".json", ".yaml"))}
+    config = {name for name in NAMES if name.endswith((".json", ".yaml"))}
     beside: dict[str, list[str]] = {}
     for name in listed:
         if name.rpartition("/")[2] in config or name.endswith("_cfg.json"):
@@ -219,8 +223,6 @@ def _copy(place: str, repo: str, name: str, target: Path) -> bool:
 def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:
     """Where the headers of a large file are."""
     if name.endswith(".safetensors"):
-        from saesteer.loaders.arrays import LARGEST_HEADER  # which imports this file
-
         length = int.from_bytes(stream.read(8), "little")
         return [(0, 8 + length * (length <= LARGEST_HEADER))]  # whoever reads a longer one refuses it
     with zipfile.ZipFile(stream) as archive:
@@ -251,13 +253,6 @@ def _split(place: str) -> tuple[str, str, dict[str, Any]]:
     plain, pin = unpinned(place)
     parts = plain.split("/")
     return "/".join(parts[:2]), "/".join(parts[2:]), {"revision": pin.removeprefix(PIN)} if pin else {}
-
-
-def _names() -> list[str]:
-    """The names of all files that a format consists of."""
-    from saesteer.loaders import FORMATS  # which import this file
-
-    return [name for form in FORMATS.values() for name in form.FILES]
 
 
 @contextmanager

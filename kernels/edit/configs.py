@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from saesteer.kernels import layout
-
-if TYPE_CHECKING:
-    from saesteer.kernels.bound import Bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +173,6 @@ def at_once(words: int, width: int, dense_size: int, tokens: int) -> int:
         return tokens
     most = (words - layout.dense_words(width)) // layout.dense_room(dense_size)
     return min(tokens, most // layout.TILE * layout.TILE)
-
-
-def launch_sizes(bound: Bound, max_tokens: int) -> list[int]:
-    """Numbers of tokens that together launch every variant which steps of up to `max_tokens` can launch at a site."""
-    tuned = configs(bound.width)
-    tables = (tuned.edit, tuned.encode)
-    round_ = at_once(bound.scratch.numel(), bound.width, layout.even(bound.dense_size), max_tokens)
-    borders = {1, TILED_ABOVE, round_, max_tokens, *(most for table in tables for most, _ in table)}
-    return sorted(size for size in borders if 0 < size <= max_tokens)
 
 
 def parts(tokens: int, most: int) -> int:

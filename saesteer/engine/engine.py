@@ -15,14 +15,14 @@ from saesteer.engine.graph_sets import sets_of
 from saesteer.engine.parts import Border
 from saesteer.engine.pool import Pool
 from saesteer.engine.published import Published
-from saesteer.engine.readouts import Reading, Source, probes_of, source_of
+from saesteer.engine.readouts import Reading, Source
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Arrow, Placement, Places, Row, Rows, rows_of_features
-from saesteer.engine.weights import Site, decodes, fill, rooms, scratch_for, site_of
+from saesteer.engine.weights import Site, decodes, fill, probes_of, rooms, scratch_for, site_of, source_of
 from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
-from saesteer.kernels.edit.configs import TILED_ABOVE, launch_sizes
+from saesteer.kernels.edit.configs import TILED_ABOVE
 from saesteer.kernels.read.features import read_features
 from saesteer.kernels.step.updates import News, pack
 from saesteer.language.sites import canonical
@@ -381,7 +381,7 @@ class Engine:
         self.work[0].zero_()
         self._kinds[:] = layout.KERNELS
         try:
-            yield lambda site: launch_sizes(self.sites[site], len(self.work) - 1)
+            yield lambda site: self.sites[site].launch_sizes(len(self.work) - 1)
         finally:
             self._kinds[:] = 0
 

@@ -7,20 +7,15 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from saesteer.engine.filer import Span
 from saesteer.kernels.read.features import Encoder
 from saesteer.kernels.read.rows import Probes
 from saesteer.planning.reductions import is_by_message
-
-if TYPE_CHECKING:
-    from saesteer.engine.table import Arrow, Placement
-    from saesteer.engine.weights import Site
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,30 +34,6 @@ class Source:
     def __reduce__(self) -> tuple[type["Source"], tuple[None, NDArray[np.int32] | None]]:
         """Another process, which gets what was read, needs no weights."""
         return Source, (None, self.ids)
-
-
-def source_of(place: "Placement", site: "Site") -> Source:
-    """A dictionary that lies in a site's weights."""
-    info, rows = place.info, slice(place.base, place.base + place.info.features)
-    ranked = info.k or 0
-    encoder = Encoder(
-        site.w_enc[rows],
-        site.b_enc[rows],
-        site.threshold[rows],
-        norm=place.norm,
-        groups=ranked if info.activation == "groupmax" else int(ranked > 0),
-        k=1 if info.activation == "groupmax" else ranked,
-        magnitude=info.activation == "abstopk",
-    )
-    return Source(encoder, None if info.feature_ids is None else np.array(info.feature_ids, dtype=np.int32))
-
-
-def probes_of(
-    arrows: Sequence["Arrow"], bias: Sequence[float], at: Sequence[int], device: torch.device, dtype: torch.dtype
-) -> Source:
-    """Probes that are read together; ``at`` has the number of each one's site."""
-    directions = np.stack([one.unit * np.float32(one.length) for one in arrows])
-    return Source(probes=Probes.of(torch.from_numpy(directions), bias, at, device, dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """The weights that the ops read, site by site and row by row. Knows nothing of requests."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
-from saesteer.engine.table import Placement
+from saesteer.engine.readouts import Source
+from saesteer.engine.table import Arrow, Placement
 from saesteer.kernels import layout
 from saesteer.kernels.bound import Bound
+from saesteer.kernels.read.features import Encoder
+from saesteer.kernels.read.rows import Probes
 from saesteer.language.sites import canonical
 from saesteer.loaders import load
 
@@ -183,6 +186,30 @@ def fill(
     total = rows_of(info, whole=whole)
     numbers = array(torch.stack([coder.b_enc.float(), _threshold(coder).float()], dim=1))
     return Placement(base, out, number, total, apart, info, numbers, max_act)
+
+
+def source_of(place: Placement, site: Site) -> Source:
+    """A dictionary that lies in a site's weights."""
+    info, rows = place.info, slice(place.base, place.base + place.info.features)
+    ranked = info.k or 0
+    encoder = Encoder(
+        site.w_enc[rows],
+        site.b_enc[rows],
+        site.threshold[rows],
+        norm=place.norm,
+        groups=ranked if info.activation == "groupmax" else int(ranked > 0),
+        k=1 if info.activation == "groupmax" else ranked,
+        magnitude=info.activation == "abstopk",
+    )
+    return Source(encoder, None if info.feature_ids is None else np.array(info.feature_ids, dtype=np.int32))
+
+
+def probes_of(
+    arrows: Sequence[Arrow], bias: Sequence[float], at: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> Source:
+    """Probes that are read together; ``at`` has the number of each one's site."""
+    directions = np.stack([one.unit * np.float32(one.length) for one in arrows])
+    return Source(probes=Probes.of(torch.from_numpy(directions), bias, at, device, dtype))
 
 
 def has_norm(info: CoderInfo) -> bool:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from saesteer.kernels import layout
+from saesteer.kernels.bound import Bound
 from saesteer.kernels.edit import launch
-from saesteer.kernels.edit.configs import CONFIGS, launch_sizes
+from saesteer.kernels.edit.configs import CONFIGS
 
 KERNELS = ("edit_kernel", "encode_kernel", "full_kernel", "lone_kernel", "many_kernel")
 Variant = tuple[str, tuple[tuple[str, str], ...]]
@@ -76,7 +77,7 @@ def test_a_step_launches_nothing_that_warm_up_has_not(
     width: int, dense: int, rounds: int, max_tokens: int, data: st.DataObject
 ) -> None:
     bound = site(width, dense, rounds * layout.TILE, max_tokens)
-    warm = {one for tokens in launch_sizes(bound, max_tokens) for one in launched(bound, tokens, layout.KERNELS)}
+    warm = {one for tokens in Bound.launch_sizes(bound, max_tokens) for one in launched(bound, tokens, layout.KERNELS)}
     around = [rounds * layout.TILE + more for more in (-1, 0, 1)]
     sizes = st.integers(1, max_tokens) | st.sampled_from([min(max(1, one), max_tokens) for one in around])
     tokens = data.draw(sizes)
