@@ -18,6 +18,7 @@ from saesteer.language.fields import (
     flag,
     integer,
     list_of,
+    may,
     number,
     one_of,
     optional,
@@ -90,12 +91,12 @@ class Scope(Record):
     label: ClassVar[str] = "scope"
     example: ClassVar[str] = '{"generated": true}'
 
-    prompt: bool | None = field(default=None, metadata=by(optional(flag)))
-    generated: bool | None = field(default=None, metadata=by(optional(flag)))
-    positions: tuple[Interval, ...] | None = field(default=None, metadata=by(optional(intervals)))
-    skip_first: int | None = field(default=None, metadata=by(optional(integer(0, INT32_MAX - 1))))
-    messages: tuple[Message, ...] | None = field(default=None, metadata=by(optional(messages)))
-    part: Part | None = field(default=None, metadata=by(optional(one_of("reasoning", "answer"))))
+    prompt: bool | None = may(flag)
+    generated: bool | None = may(flag)
+    positions: tuple[Interval, ...] | None = may(intervals)
+    skip_first: int | None = may(integer(0, INT32_MAX - 1))
+    messages: tuple[Message, ...] | None = may(messages)
+    part: Part | None = may(one_of("reasoning", "answer"))
 
     def _whole(self, at: str) -> None:
         if self.part is not None and (self.prompt or self.generated is False or self.messages is not None):
@@ -122,9 +123,9 @@ def scoped(default: Scope) -> Check:
 class Source(Record):
     """A feature or a probe, whose value at the same token is read before any edit of its site."""
 
-    dictionary: str | None = field(default=None, metadata=by(optional(text)))
-    feature: int | None = field(default=None, metadata=by(optional(feature)))
-    probe: str | None = field(default=None, metadata=by(optional(text)))
+    dictionary: str | None = may(text)
+    feature: int | None = may(feature)
+    probe: str | None = may(text)
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
     @classmethod
@@ -147,8 +148,8 @@ class Gate(Source):
     label: ClassVar[str] = "when"
     example: ClassVar[str] = '{"dictionary": "gs20", "feature": 99, "above": 3.0}'
 
-    above: float | None = field(default=None, metadata=by(optional(number)))
-    below: float | None = field(default=None, metadata=by(optional(number)))
+    above: float | None = may(number)
+    below: float | None = may(number)
 
     def _whole(self, at: str) -> None:
         Source._whole(self, at)
@@ -169,10 +170,10 @@ class Strength(Source):
 
     label: ClassVar[str] = "scale"
 
-    slope: float = field(default=1.0, metadata=by(number))
-    bias: float = field(default=0.0, metadata=by(number))
-    min: float | None = field(default=None, metadata=by(optional(number)))
-    max: float | None = field(default=None, metadata=by(optional(number)))
+    slope: float = may(number, 1.0)
+    bias: float = may(number, 0.0)
+    min: float | None = may(number)
+    max: float | None = may(number)
 
     def _whole(self, at: str) -> None:
         Source._whole(self, at)
@@ -249,8 +250,8 @@ class TokenEdit(Edit):
     """An edit of the tokens of a scope, where the conditions hold."""
 
     _: KW_ONLY
-    when: tuple[Gate, ...] = field(default=(), metadata=by(gates, single=True))
-    scope: Scope = field(default=Scope(), metadata=by(record(Scope, null=True)))
+    when: tuple[Gate, ...] = may(gates, (), single=True)
+    scope: Scope = may(record(Scope, null=True), Scope())
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,9 @@ class Clamp(TokenEdit):
     dictionary: str = field(metadata=by(text, missing="a dictionary's name, or an address in feature"))
     feature: int = field(metadata=by(feature))
     value: float | Strength = field(metadata=by(strength))  # in units of `unit`; in mode scale a factor
-    mode: Mode = field(default="set", metadata=by(one_of("set", "add", "scale", "min", "max")))
-    unit: ClampUnit = field(default="raw", metadata=by(one_of("raw", "max_act")))
-    only_if_active: bool = field(default=False, metadata=by(flag))
+    mode: Mode = may(one_of("set", "add", "scale", "min", "max"), "set")
+    unit: ClampUnit = may(one_of("raw", "max_act"), "raw")
+    only_if_active: bool = may(flag, False)
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
     @classmethod
@@ -293,9 +294,9 @@ class Add(VectorEdit):
 
     op: ClassVar[str] = "add"
 
-    scale: float | Strength = field(default=1.0, metadata=by(strength))
-    norm: Literal["none", "match"] = field(default="none", metadata=by(one_of("none", "match")))
-    scales: tuple[float, ...] | None = field(default=None, metadata=by(optional(_scales)))  # more factors, by layer
+    scale: float | Strength = may(strength, 1.0)
+    norm: Literal["none", "match"] = may(one_of("none", "match"), "none")
+    scales: tuple[float, ...] | None = may(_scales)  # more factors, by layer
 
     def _whole(self, at: str) -> None:
         if self.scales is not None and "." in "".join(self.site):
@@ -308,9 +309,9 @@ class Cap(VectorEdit):
 
     op: ClassVar[str] = "cap"
 
-    min: float | None = field(default=None, metadata=by(optional(number)))
-    max: float | None = field(default=None, metadata=by(optional(number)))
-    strength: float = field(default=1.0, metadata=by(number))
+    min: float | None = may(number)
+    max: float | None = may(number)
+    strength: float = may(number, 1.0)
 
     def _whole(self, at: str) -> None:
         if self.min is None and self.max is None:
@@ -324,7 +325,7 @@ class Ablate(VectorEdit):
 
     op: ClassVar[str] = "ablate"
 
-    strength: float = field(default=1.0, metadata=by(number))
+    strength: float = may(number, 1.0)
 
 
 @dataclass(frozen=True)
@@ -334,7 +335,7 @@ class Reconstruct(TokenEdit):
     op: ClassVar[str] = "reconstruct"
 
     dictionary: str = field(metadata=by(text))
-    error: Literal["keep", "drop"] = field(default="drop", metadata=by(one_of("keep", "drop")))
+    error: Literal["keep", "drop"] = may(one_of("keep", "drop"), "drop")
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
 
@@ -345,7 +346,7 @@ class Use(Edit):
     op: ClassVar[str] = "use"
 
     module: str = field(metadata=by(text))
-    scale: float | Strength = field(default=1.0, metadata=by(strength))
+    scale: float | Strength = may(strength, 1.0)
 
 
 # By op; the rules, which change nothing, are in rules.py.

@@ -7,7 +7,7 @@ Python, and equal records have equal JSON.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from heapq import nlargest
 from numbers import Integral, Real
@@ -245,6 +245,11 @@ def by(check: Check, *, key: str | None = None, single: bool = False, missing: s
         missing: what is expected where it is left out, in words; None: the field itself.
     """
     return {"check": check, "key": key, "single": single, "missing": missing}
+
+
+def may(check: Check, default: Any = None, **more: Any) -> Any:
+    """A Record's field that may be left out; null is the same where no default is given. More goes to ``by``."""
+    return field(default=default, metadata=by(optional(check) if default is None else check, **more))
 
 
 def plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from saesteer.language.fields import (
     integer,
     list_of,
     mapping,
+    may,
     one_of,
     optional,
     read,
@@ -55,8 +56,8 @@ class TokenRead(Record):
     """A read at a site, of the tokens of a scope."""
 
     _: KW_ONLY
-    scope: Scope = field(default=GENERATED, metadata=by(scoped(GENERATED)))
-    at: Moment = field(default="before", metadata=by(one_of("before", "after")))  # the request's own edits of the site
+    scope: Scope = may(scoped(GENERATED), GENERATED)
+    at: Moment = may(one_of("before", "after"), "before")  # the request's own edits of the site
     cached: Cached = field(default="recompute", metadata=_cached)  # what happens to prompt tokens in the prefix cache
 
 
@@ -68,8 +69,8 @@ class FeatureRead(TokenRead):
     example: ClassVar[str] = '{"dictionary": "gs20", "features": [3124]}'
 
     dictionary: str = field(metadata=by(text))
-    top_k: int | None = field(default=None, metadata=by(optional(integer(1, MAX_TOP_K))))
-    features: tuple[int, ...] = field(default=(), metadata=by(list_of(feature, MAX_NAMED, key=int)))
+    top_k: int | None = may(integer(1, MAX_TOP_K))
+    features: tuple[int, ...] = may(list_of(feature, MAX_NAMED, key=int), ())
     layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
 
     @classmethod
@@ -93,7 +94,7 @@ class ProbeRead(TokenRead):
     label: ClassVar[str] = "probes"
 
     probe: str = field(metadata=by(text))
-    site: str | None = field(default=None, metadata=by(optional(site)))  # None: that of the probe's only layer
+    site: str | None = may(site)  # None: that of the probe's only layer
 
 
 def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
@@ -115,7 +116,7 @@ class ActivationRead(TokenRead):
 
     site: str = field(metadata=by(site))
     scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(scoped(EVERYTHING)))
-    reduce: Reduce = field(default="none", metadata=by(one_of(*get_args(Reduce))))
+    reduce: Reduce = may(one_of(*get_args(Reduce)), "none")
     transport: Literal["inline", "handle"] = field(
         default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")
     )
@@ -234,9 +235,9 @@ class Return(Record):
     activations: tuple[ActivationRead, ...] = field(
         default=(), metadata=by(list_of(record(ActivationRead), MAX_READS, key=lambda one: (_place(one), one.at)))
     )
-    hidden: bool | HiddenRead = field(default=False, metadata=by(_hidden))  # true: that of the last sampled token
-    consumers: tuple[Consumer, ...] = field(default=(), metadata=by(_consumers))
-    dose: bool = field(default=False, metadata=by(flag))  # how much the edits change each site, relative to the stream
+    hidden: bool | HiddenRead = may(_hidden, False)  # true: that of the last sampled token
+    consumers: tuple[Consumer, ...] = may(_consumers, ())
+    dose: bool = may(flag, False)  # how much the edits change each site, relative to the stream
 
     def scopes(self) -> Iterator[tuple[str, Scope]]:
         """The scope of each read, after the path of the read below ``return``."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from saesteer.language.edits import GENERATED, MAX_CONDITIONS, Edit, Gate, Scope, TokenEdit, scoped
-from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, optional, read, site
+from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, may, optional, read, site
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ _conditions = list_of(_watched, MAX_CONDITIONS, least=("missing_field", "conditi
 class Rule(TokenEdit):
     """Fires at the first token at which its conditions have held for ``run`` neighbouring tokens of its scope."""
 
-    run: int = field(default=1, metadata=by(integer(1, INT32_MAX), key="for"))
+    run: int = may(integer(1, INT32_MAX), 1, key="for")
     when: tuple[Watched, ...] = field(kw_only=True, metadata=by(_conditions, single=True))
     scope: Scope = field(default=GENERATED, kw_only=True, metadata=by(scoped(GENERATED)))
 

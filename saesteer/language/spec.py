@@ -7,7 +7,7 @@ codes in fields.py.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
@@ -31,7 +31,7 @@ from saesteer.language.edits import (
     Strength,
     Use,
 )
-from saesteer.language.fields import Record, by, fail, known_field, listed, mapping, one_of, read, record, show
+from saesteer.language.fields import Record, fail, known_field, listed, mapping, may, one_of, read, record, show
 from saesteer.language.fields import flag as boolean
 from saesteer.language.inline import Array, InlineVector, Vector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
@@ -157,10 +157,10 @@ class Spec(Record):
 
     label: ClassVar[str] = "saesteer"
 
-    edits: Sequence[Edit] = field(default=Edits(), metadata=by(_edits))  # as ``Edits``, whatever came
-    returns: Return = field(default=Return(), metadata=by(record(Return, null=True), key="return"))
-    defaults: bool = field(default=True, metadata=by(boolean))  # whether the server's default module applies
-    version: Literal[1] = field(default=VERSION, metadata=by(_version))
+    edits: Sequence[Edit] = may(_edits, Edits())  # as ``Edits``, whatever came
+    returns: Return = may(record(Return, null=True), Return(), key="return")
+    defaults: bool = may(boolean, True)  # whether the server's default module applies
+    version: Literal[1] = may(_version, VERSION)
 
     @classmethod
     def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
