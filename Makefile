@@ -19,7 +19,7 @@ help:
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
 	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a daily job"
-	@echo "make check     ruff, formatting, mypy --strict"
+	@echo "make check     ruff, formatting, mypy --strict, the bounds of the whole code"
 	@echo "make tables    write the tables of the pages that come from the code"
 	@echo "make docs      build the site of the pages in build/site; a warning is an error"
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
@@ -81,6 +81,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.house
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from saesteer import hf
-from saesteer.commands.reading import tokens_of
 from saesteer.errors import ConfigError
 from saesteer.loaders.formats import own
+from saesteer.workbench.reading import tokens_of
 from tests import small_world
 from tests.hf_models import IDS, SITE, made_with
 

@@ -21,7 +21,6 @@ from safetensors.numpy import save
 
 import saesteer
 from saesteer.client import connection
-from saesteer.commands.cli import app
 from saesteer.commands.embedded import DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
@@ -35,6 +34,7 @@ from saesteer.labels.store import Labels
 from saesteer.language.spec import as_spec, from_json
 from saesteer.planning.applied import applied, count
 from saesteer.planning.planner import plan
+from saesteer.workbench.cli import app
 
 ROOT = Path(__file__).parents[1]
 TEXT = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))

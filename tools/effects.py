@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from saesteer.commands.effects import PENALTY, QUESTIONS, TOKENS, Answers, doses_of, effects
 from saesteer.commands.embedded import DICTIONARIES, clamp, engine_options
-from saesteer.commands.reading import tokenizer_of, tokens_of
 from saesteer.labels.places import beside
 from saesteer.labels.writing import keep
 from saesteer.loaders import describe
 from saesteer.model import ensure_model
+from saesteer.workbench.effects import PENALTY, QUESTIONS, TOKENS, Answers, doses_of, effects
+from saesteer.workbench.reading import tokenizer_of, tokens_of
 from tools.alike import alike
 
 CHUNK = 512  # features that are asked for at once
@@ -127,7 +127,7 @@ def main() -> None:
     files.add_argument("--answers", type=Path, help="the file of answers, which is made or continued")
     files.add_argument("--from-answers", type=Path, help="such a file, from which effects are stored")
     parser.add_argument("--features", type=int, nargs="+", help="some features; by default all")
-    parser.add_argument("--doses", type=float, nargs="+", help="in max_act; by default those of saesteer.commands")
+    parser.add_argument("--doses", type=float, nargs="+", help="in max_act; by default those of saesteer.workbench")
     fast = torch.cuda.is_available()
     parser.add_argument("--running", type=int, default=1024 if fast else 16, help="requests at once in the engine")
     given = parser.parse_args()

@@ -9,8 +9,8 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from saesteer.commands.demo import batch_of, whole
 from saesteer.commands.embedded import DEMO_DICTIONARY, DEMO_SAE, GALLERY, engine_options, ensure_model
+from saesteer.workbench.demo import batch_of, whole
 
 # Name, feature, value in multiples of max_act, and question, in the order of the page.
 CASES = (

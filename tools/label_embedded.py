@@ -16,10 +16,10 @@ import numpy as np
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from saesteer.commands import label
 from saesteer.commands.embedded import DICTIONARIES
 from saesteer.config.config import SaesteerConfig
 from saesteer.model import ensure_model
+from saesteer.workbench import label
 
 EXAMPLES = 3  # of each feature: the two files may have 5 MB in a wheel
 

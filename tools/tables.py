@@ -17,7 +17,6 @@ import prometheus_client
 import typer
 from packaging.version import Version
 
-from saesteer.commands.cli import app
 from saesteer.config import config, settings
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.language import edits, fields, inline, returns, sites, spec
@@ -28,6 +27,7 @@ from saesteer.planning import expand, plan
 from saesteer.plugin import contract, unservable
 from saesteer.plugin.http import statuses
 from saesteer.plugin.results import metrics
+from saesteer.workbench.cli import app
 from tests.loaders import across, every
 from tools import measured, schemas
 from tools.contract import RELEASES

@@ -9,11 +9,11 @@ stands beside it below. The search was tuned on TUNED; HELD was looked at afterw
 import argparse
 import re
 
-from saesteer.commands.effects import PENALTY, is_sound
 from saesteer.commands.embedded import DICTIONARIES, clamp, engine_options, ensure_model
 from saesteer.labels.places import beside
 from saesteer.labels.store import Labels
 from saesteer.plugin.job import Batch, run
+from saesteer.workbench.effects import PENALTY, is_sound
 
 QUESTIONS = "Who are you?", "What should I cook tonight?"
 TOKENS = 40

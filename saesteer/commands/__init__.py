@@ -1,1 +1,1 @@
-"""The command line: one file for each command, and the embedded model that several of them use."""
+"""The command line: what starts a server, and the embedded model. The other commands are in the workbench."""

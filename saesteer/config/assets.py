@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rich.filesize import decimal
+
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.modules import check_modules, read_modules
 from saesteer.config.origins import addresses_of, origin_of, refuse_others
@@ -211,8 +213,8 @@ class Assets:
             taken = sum(0 if info.by_rows else info.memory(size) for info in infos)
             several = f"{len(infos)} dictionaries with " if len(infos) > 1 else ""
             files = {info.source: info.bytes_on_disk for info in infos}  # one may hold all of a set
-            on_disk = in_words(sum(files.values()))
-            known = f"{several}{features:,} features, {in_words(taken)} in memory, {on_disk} on disk"
+            on_disk = decimal(sum(files.values()))
+            known = f"{several}{features:,} features, {decimal(taken)} in memory, {on_disk} on disk"
             found.append(f"{name}: {known}{_NOTES.get(infos[0].format, '')}")
         return found
 
@@ -243,16 +245,6 @@ class Assets:
 
 # By format. The loader's file has the reason.
 _NOTES = {"connor_rob": "; it was trained on z without the bias of the values, so its features read a constant more"}
-
-
-def in_words(count: int) -> str:
-    """A number of bytes, as in 8.0 KB."""
-    size = float(count)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError(count)
 
 
 def unserved(info: CoderInfo) -> str | None:

@@ -6,12 +6,10 @@ package. Only the code of those that the operator names is loaded.
 
 import weakref
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from saesteer.consumers.consumer import Consumer
-from saesteer.consumers.filesystem import Filesystem
-from saesteer.consumers.lines import Logging
 from saesteer.consumers.runner import Count, Policy, Runner
 from saesteer.errors import ConfigError, SaesteerError
 from saesteer.language.fields import closest, listing
@@ -20,7 +18,11 @@ GROUP = "saesteer.consumers"
 CAPTURE = "capture"  # the consumer of --capture-folder, in metrics and logs; no request can name it
 
 Factory = Callable[[Mapping[str, Any]], Consumer]
-_KNOWN: dict[str, Factory] = {"filesystem": Filesystem, "logging": Logging}
+_KNOWN: dict[str, Factory] = {}
+_BUILT_IN = (
+    EntryPoint("filesystem", "saesteer.consumers.filesystem:Filesystem", GROUP),
+    EntryPoint("logging", "saesteer.consumers.lines:Logging", GROUP),
+)
 
 
 def register(name: str, factory: Factory) -> None:
@@ -41,7 +43,7 @@ def factory_of(name: str) -> Factory:
     """
     if name in _KNOWN:
         return _KNOWN[name]
-    installed = {one.name: one for one in entry_points(group=GROUP)}
+    installed = {one.name: one for one in (*_BUILT_IN, *entry_points(group=GROUP))}
     if name not in installed:
         known = [*_KNOWN, *installed]
         found = f"there is no consumer {name!r}{closest(name, known)}, expected one of {listing(known)}"
@@ -85,7 +87,7 @@ class Consumers:
         if folder is not None:
             # A set of training data should be whole: where the disk is slow, new requests wait.
             options = {"folder": folder, "queue_mib": 256, "wait_ms": 10_000}
-            capturing.append(_runner(CAPTURE, Filesystem, options, count))
+            capturing.append(_runner(CAPTURE, factory_of("filesystem"), options, count))
         return cls(named, tuple(capturing))
 
 

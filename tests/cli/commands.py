@@ -8,8 +8,8 @@ import huggingface_hub.constants
 import pytest
 from typer.testing import CliRunner
 
-from saesteer.commands.cli import app
 from saesteer.errors import SaesteerError
+from saesteer.workbench.cli import app
 
 # Whatever the machine can reach: an unknown hub id is looked up in the cache alone, at once.
 ENVIRONMENT = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.commands.reading import captured, tensors_of
 from saesteer.consumers.consumer import Array, Rows
 from saesteer.consumers.shards import Place, Shard
 from saesteer.errors import SaesteerError
+from saesteer.workbench.reading import captured, tensors_of
 
 SITES = ("resid_post.3", "mlp_in.4")
 

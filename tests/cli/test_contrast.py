@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from safetensors import safe_open
 
-from saesteer.commands import contrast, separation
-from saesteer.commands.separation import Direction, Rows, Separation, split
 from saesteer.errors import ConfigError
 from saesteer.loaders.vectors import read_vectors
+from saesteer.workbench import contrast, separation
+from saesteer.workbench.separation import Direction, Rows, Separation, split
 from tests.cli.commands import saesteer
 
 D, SITES = 12, ("resid_post.3", "resid_post.5")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from saesteer.commands.cli import app
-from saesteer.commands.convert import run
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import load
 from saesteer.loaders.rows import open_rows
+from saesteer.workbench.cli import app
+from saesteer.workbench.convert import run
 from tests.loaders import writers
 
 NAMES = ("w_enc", "b_enc", "w_dec", "b_dec", "threshold")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from saesteer.commands.doctor import TOKENS, Distances, _choose, compare
 from saesteer.errors import ConfigError
 from saesteer.plugin.job import Completion
+from saesteer.workbench.doctor import TOKENS, Distances, _choose, compare
 from tests.cli.coders import coder
 
 CLOSE = Distances(plain=0.01, steered=0.02, unlike=5.0)

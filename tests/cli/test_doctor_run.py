@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import doctor
-from saesteer.commands.doctor import TOKENS
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.plugin.job import Batch, Completion
+from saesteer.workbench import doctor
+from saesteer.workbench.doctor import TOKENS
 from tests.cli.coders import STREAMS, coder
 
 LOGITS = torch.tensor([4.0, 3, 2, 1, 0, -1, -2, -3])

@@ -13,9 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import convert, find, label, windows
-from saesteer.commands.effects import Answers, effects
-from saesteer.commands.effects import run as effects_of
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DICTIONARIES, OCEAN
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
@@ -25,6 +22,9 @@ from saesteer.labels.store import About, Entry, Labels, Spot, Written
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
+from saesteer.workbench import convert, find, label, windows
+from saesteer.workbench.effects import Answers, effects
+from saesteer.workbench.effects import run as effects_of
 from tests.cli.commands import ENVIRONMENT, mistake, saesteer
 from tests.cli.stand_ins import Oracle, small
 
@@ -41,7 +41,7 @@ def place(tmp_path: Path) -> str:
 def oracle(place: str, monkeypatch: pytest.MonkeyPatch) -> Oracle:
     found = Oracle(place, positions=101, lines=True)
     for user in ("label", "features"):  # which find imports it from, when it is needed
-        opening = f"saesteer.commands.{user}.open_model"
+        opening = f"saesteer.workbench.{user}.open_model"
         monkeypatch.setattr(opening, lambda model, config: (found, list(config.dictionaries)))
     monkeypatch.setattr(windows, "_BLOCK_BYTES", 4 * 40 * 7)  # seven tokens at once
     monkeypatch.setattr(label, "lens", lambda rows, model, most: (([n, n], [n]) for n in range(len(rows))))

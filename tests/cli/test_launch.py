@@ -182,7 +182,7 @@ def test_users_additional_config_is_kept(model: str, become: dict[str, Any], for
 def test_demo_brings_model_dictionary_and_options(
     model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "ensure_model", lambda say: Path(model))
+    monkeypatch.setattr(serve, "ensure_model", lambda *_, **__: Path(model))
     monkeypatch.setattr(
         serve, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16", "enforce_eager": True}
     )
@@ -229,7 +229,7 @@ def test_a_file_of_vllms_arguments_says_where_the_demo_listens(
     model: str, become: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Words of the command line win over the file, so those that nobody has given stay away."""
-    monkeypatch.setattr(serve, "ensure_model", lambda say: Path(model))
+    monkeypatch.setattr(serve, "ensure_model", lambda *_, **__: Path(model))
     monkeypatch.setattr(serve, "engine_options", lambda: {"max_model_len": 2048, "dtype": "bfloat16"})
     file = tmp_path / "vllm.yaml"
     file.write_text("host: 0.0.0.0\nmax_model_len: 64\n")

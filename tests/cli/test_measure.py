@@ -13,7 +13,6 @@ import torch
 from rich.console import Console
 
 from saesteer import hf
-from saesteer.commands import calibrate, features, measure, windows
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
@@ -21,6 +20,7 @@ from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import load
 from saesteer.loaders.formats import own
+from saesteer.workbench import calibrate, features, measure, windows
 from tests.cli.commands import saesteer
 from tests.cli.stand_ins import Tokenizer
 from tests.loaders import across

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.commands import fits
-from saesteer.commands.doctor import ROUNDS, TOKENS, TURNS, conversation, turns
-from saesteer.commands.paths import Candidate, Paths, agree, tolerance, verdict
 from saesteer.plugin.job import Completion
+from saesteer.workbench import fits
+from saesteer.workbench.doctor import ROUNDS, TOKENS, TURNS, conversation, turns
+from saesteer.workbench.paths import Candidate, Paths, agree, tolerance, verdict
 from tests.cli.coders import STREAMS, WIDTH, coder
 
 ALLOWED = 0.1

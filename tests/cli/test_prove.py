@@ -16,9 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import evidence, prove, reading, trials
 from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DEMO_TRANSCODER, FRENCH, GOLD, MLP_FEATURE, OCEAN, ensure_model
-from saesteer.commands.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, Key, Subject
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
@@ -26,6 +24,8 @@ from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.planning.planner import plan
 from saesteer.plugin.job import Batch, Completion
+from saesteer.workbench import evidence, prove, reading, trials
+from saesteer.workbench.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, Key, Subject
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import CODERS, KINDS, TOKENS, WIDTH

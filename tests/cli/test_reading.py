@@ -12,13 +12,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import calibrate, features, label, windows
 from saesteer.commands.embedded import DEMO_SAE
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import alone, load, max_act
 from saesteer.loaders.formats import own
+from saesteer.workbench import calibrate, features, label, windows
 from tests.cli.commands import saesteer
 from tests.cli.stand_ins import Oracle, Tokenizer, small
 from tests.loaders.formats import apollo

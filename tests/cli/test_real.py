@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from saesteer.commands.demo import whole
 from saesteer.commands.embedded import GALLERY, clamp
+from saesteer.workbench.demo import whole
 
 CASES = json.loads(GALLERY.read_text())["cases"]
 WIDE = {**os.environ, "COLUMNS": "200"}

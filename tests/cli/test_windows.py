@@ -8,10 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands import measure, reads
-from saesteer.commands.windows import need_tokens, parts_of
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
+from saesteer.workbench import measure, reads
+from saesteer.workbench.windows import need_tokens, parts_of
 
 WORDS = ["<s>", "=", "----", "\n", " ", " ==\n", "a", "7", "\ufffd", "", "и", "==x", "…"]
 INFO = CoderInfo("saesteer", 4, 4, 6, "relu", site_in="resid_post.1", site_out="resid_post.1", skip_first=0)

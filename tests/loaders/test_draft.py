@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from saesteer.commands.inspect import report
 from saesteer.errors import LoadError
 from saesteer.loaders import FORMATS, describe, load
 from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 
 R = writers.raw(d_out=12)

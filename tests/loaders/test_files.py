@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.sets import members
 from saesteer.loaders.vectors import read_vectors
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.formats import circuit_tracer, connor_rob, llama_scope, qwen_scope
 from tests.loaders.hub import FakeHub

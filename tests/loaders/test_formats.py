@@ -10,11 +10,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError
 from saesteer.loaders import arrays, describe, load
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.case import Array, Case, Told
 from tests.loaders.every import DESCRIBED, MODULES, every_case

@@ -97,7 +97,7 @@ def test_without_a_network_a_pattern_means_what_the_cache_has(
 
 REPORTS = """
 import sys
-from saesteer.commands.inspect import report
+from saesteer.workbench.inspect import report
 from saesteer.errors import LoadError
 for place in sys.argv[1:]:
     try:

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import RANKED, Activation, InNorm
@@ -20,6 +19,7 @@ from saesteer.language.spec import from_json
 from saesteer.loaders import load
 from saesteer.loaders.formats import own
 from saesteer.planning.planner import plan
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.case import Case, Told
 from tests.loaders.every import CASES, DESCRIBED, SAMPLES, every_case

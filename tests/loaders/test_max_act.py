@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
@@ -17,6 +16,7 @@ from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.files import fetch
 from saesteer.loaders.formats import own
 from saesteer.loaders.rows import open_rows
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.case import Case
 from tests.loaders.every import every_format

@@ -6,13 +6,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from saesteer.commands.inspect import report
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import describe, hub, is_as_loaded, load, neuronpedia
 from saesteer.loaders.neuronpedia import Source
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.hub import FakeHub
 from tests.loaders.sets import opened, scope

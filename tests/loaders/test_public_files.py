@@ -7,8 +7,8 @@ manifest, OpenAI's, Apollo's and saesteer's.
 import pytest
 import torch
 
-from saesteer.commands.inspect import report
 from saesteer.loaders import FORMATS, load
+from saesteer.workbench.inspect import report
 
 pytestmark = pytest.mark.network
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from saesteer.commands.inspect import report
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import arrays, load
 from saesteer.loaders.sets import layer_in
+from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.formats import apollo, circuit_tracer, qwen_scope
 from tests.loaders.sets import opened, scope
@@ -155,7 +155,7 @@ def test_inspect_lists_the_dictionaries_of_a_set(tmp_path: Path) -> None:
     assert lines["layer 9"].startswith("38 features, mlp_in.9 -> mlp_out.9, ")
     assert lines["layer 11"].startswith("40 features, mlp_in.11 -> mlp_out.11, ")
     assert lines["max_act"] == "unknown at layer 9, 11"
-    assert lines["in memory"].startswith("8.0 KB in float16")  # (38 + 40) * (48 * 2 + 4) + 2 * 24 * 4 bytes
+    assert lines["in memory"].startswith("8.0 kB in float16")  # (38 + 40) * (48 * 2 + 4) + 2 * 24 * 4 bytes
 
 
 @pytest.mark.parametrize(

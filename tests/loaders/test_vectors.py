@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from saesteer.commands.inspect import report
 from saesteer.dictionaries.vectors import VectorSet, from_inline
 from saesteer.errors import LoadError
 from saesteer.language.inline import InlineVector
 from saesteer.loaders import vectors as files
 from saesteer.loaders.vectors import read_vectors
+from saesteer.workbench.inspect import report
 from tests.loaders.control_vectors import control_vector
 
 D = 6

@@ -12,7 +12,7 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Any
@@ -22,7 +22,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saesteer.language.fields import show
-from saesteer.plugin.http.neuronpedia.keys import with_bearer
 from saesteer.plugin.http.refusals import refuse
 from saesteer.plugin.http.routes import SERVED, path_of
 from saesteer.plugin.results import metrics
@@ -30,6 +29,7 @@ from saesteer.plugin.results.kept import client
 
 MIDDLEWARE = f"{__name__}.Access"  # as --middleware names it: vLLM adds those outside of its own check
 WRONG_KEY = "wrong_key"
+ADAPTED: list[Callable[[Scope], Scope]] = []  # what a wing makes of a request before its key is looked at
 _HOST = re.compile(r"(?:\[([^]]+)\]|([^:]*?)\.?)(?::\d*)?")
 
 
@@ -56,6 +56,15 @@ def sent_key(headers: Headers, keys: Sequence[str]) -> str | None:
     return given if right else None
 
 
+def listens_at(args: Any) -> str:
+    """Return the address of a server with these arguments of vLLM's."""
+    if args.uds:
+        return f"unix:{args.uds}:"
+    host = args.host or "localhost"
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+
+
 def _name(host: str) -> str:
     """A host without its port, as it is compared."""
     found = _HOST.fullmatch(host.lower())
@@ -80,7 +89,8 @@ class Access:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        scope = with_bearer(scope)
+        for adapted in ADAPTED:
+            scope = adapted(scope)
         keys, hosts = scope["app"].state.saesteer_access
         headers, (address, *_) = Headers(scope=scope), scope.get("client") or ("a local socket",)
         key, app = sent_key(headers, keys), self.app

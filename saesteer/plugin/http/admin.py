@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
+from saesteer import wings
 from saesteer.config.config import ADMIN_KEY, KEY, SaesteerConfig
 from saesteer.config.settings import admin_key
 from saesteer.errors import ConfigError, RegistryError, SpecError
@@ -37,7 +38,6 @@ from saesteer.plugin.http.entries import (
 )
 from saesteer.plugin.http.memory import MemoryGuard
 from saesteer.plugin.http.openapi import document
-from saesteer.plugin.http.playground import PREFIX, add_playground, cases_of
 from saesteer.plugin.http.refusals import Handler, Refused, first_of, refuse, refusing
 from saesteer.plugin.http.routes import SERVED, Guard
 from saesteer.plugin.http.statuses import Statuses
@@ -45,6 +45,12 @@ from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 
 _log = logging.getLogger("vllm.saesteer")
+# What adds the routes of a wing, by the option that asks for them; labels have none.
+_WINGS = {
+    "labels": "saesteer.labels.routes:add_routes",
+    "neuronpedia": "saesteer.plugin.http.neuronpedia.routes:add_routes",
+    "playground": "saesteer.plugin.http.playground:add_routes",
+}
 MAX_BODY = MAX_CHARACTERS  # bytes
 
 
@@ -100,7 +106,7 @@ class EndpointPlugin:
             state.saesteer_admin = Admin(engine_client, names, admin_key())
             state.saesteer_results = engine_client.input_processor.saesteer_door.results
             places = sorted(names.catalog.sites or (), key=order)
-            _log.info("The API is at %s/v1 and edits at %s", _listens_at(args), ", ".join(places) or "no site")
+            _log.info("The API is at %s/v1 and edits at %s", access.listens_at(args), ", ".join(places) or "no site")
 
 
 def _add_routes(app: FastAPI, args: Any) -> None:
@@ -112,21 +118,12 @@ def _add_routes(app: FastAPI, args: Any) -> None:
     args.middleware = [*args.middleware, access.MIDDLEWARE]
     if config.memory_guard is not None:
         app.add_middleware(MemoryGuard, limit=config.memory_guard)
-    if config.neuronpedia:
-        from saesteer.plugin.http.neuronpedia.routes import add_neuronpedia  # needs more of vLLM than a guard may
-
-        add_neuronpedia(app)
-    if config.playground:
-        add_playground(app, bool(app.state.saesteer_access[0]), cases_of(args.model, config.dictionaries))
-        _log.info("The playground is at %s%s", _listens_at(args), PREFIX)
-
-
-def _listens_at(args: Any) -> str:
-    if args.uds:
-        return f"unix:{args.uds}:"
-    host = args.host or "localhost"
-    scheme = "https" if args.ssl_certfile else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+    for name, place in _WINGS.items():
+        if getattr(config, name, True):
+            if add := wings.find(place):
+                add(app, config)
+            elif hasattr(config, name):
+                raise ConfigError(f"--{name}: this installation of saesteer has no {name}")
 
 
 class _TooLarge(HTTPException):

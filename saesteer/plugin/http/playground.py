@@ -5,6 +5,7 @@ user types, so it needs no key itself; what it may load and run is only what thi
 """
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,41 +14,26 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from saesteer.config.config import SaesteerConfig
 from saesteer.config.sources import DictionarySource
+from saesteer.plugin.http.access import listens_at
+
+_log = logging.getLogger("vllm.saesteer")
 
 GALLERY = Path(__file__).parents[2] / "data" / "gallery.json"
 FOLDER = Path(__file__).parents[2] / "playground"
 PREFIX = "/saesteer/"
 
-_PAGE = "text/html; charset=utf-8"
-_SCRIPT = "text/javascript; charset=utf-8"
-# Every file that is served, with its type. The page itself is served under "", and what is not listed is not there.
+# Every file that is served, with its type. The page itself is served under "".
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".js": "text/javascript; charset=utf-8",
+}
 FILES = {
-    "": ("index.html", _PAGE),
-    "style.css": ("style.css", "text/css; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
-} | {
-    name: (name, _SCRIPT)
-    for name in (
-        "main.js",
-        "state.js",
-        "api.js",
-        "requests.js",
-        "answers.js",
-        "code.js",
-        "actions.js",
-        "views/page.js",
-        "views/gallery.js",
-        "views/search.js",
-        "views/sliders.js",
-        "views/chat.js",
-        "views/tokens.js",
-        "vendor/lit-html/lit-html.js",
-        "vendor/lit-html/directive.js",
-        "vendor/lit-html/directive-helpers.js",
-        "vendor/lit-html/directives/live.js",
-        "vendor/lit-html/directives/repeat.js",
-    )
+    path.relative_to(FOLDER).as_posix().removesuffix("index.html"): (path, _KINDS[path.suffix])
+    for path in FOLDER.rglob("*.*")
 }
 
 # Nothing from elsewhere, no script or style inside the page, and text becomes HTML only in lit-html's own templates.
@@ -75,6 +61,13 @@ HEADERS = {
 }
 
 
+def add_routes(app: FastAPI, config: SaesteerConfig) -> None:
+    """Add the page to a server."""
+    args = app.state.args
+    add_playground(app, bool(app.state.saesteer_access[0]), cases_of(args.model, config.dictionaries))
+    _log.info("The playground is at %s%s", listens_at(args), PREFIX)
+
+
 def cases_of(model: str, dictionaries: Mapping[str, DictionarySource]) -> list[Any]:
     """The stored cases whose model and dictionary a server has, as `tools/gallery.py` has made them."""
     stored = json.loads(GALLERY.read_text())
@@ -93,7 +86,7 @@ def add_playground(app: FastAPI, key: bool, cases: Sequence[Any]) -> None:
     start = json.dumps({"key": key, "gallery": cases}).encode()
     app.add_route(f"{PREFIX}start.json", _serving(start, "application/json"), include_in_schema=False)
     for name, (file, kind) in FILES.items():
-        app.add_route(PREFIX + name, _serving((FOLDER / file).read_bytes(), kind), include_in_schema=False)
+        app.add_route(PREFIX + name, _serving(file.read_bytes(), kind), include_in_schema=False)
     # By its last part, since a proxy may have put something in front of the path.
     name = PREFIX.strip("/")
     app.add_route(f"/{name}", lambda _: RedirectResponse(f"{name}/"), include_in_schema=False)

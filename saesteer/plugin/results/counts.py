@@ -14,7 +14,7 @@ or a rule may end it in the middle of a step; the front end drops tokens behind 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from numpy import int32
+import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.config.config import KEY
@@ -22,19 +22,16 @@ from saesteer.plugin.results import collapse, failures, reads, rules, sending
 from saesteer.plugin.results.forms import COUNTED, Guessed, Table
 from saesteer.plugin.wrap import Original, around
 
+_NOTHING = Table([], np.empty((0, 1), np.int32), {}, frozenset())
+
 
 @around
 def _sending(
     original: Original, self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kw: Any
 ) -> Any:
-    found: Table | None = getattr(model_runner_output, KEY, None)
+    # Also where the step has none of ours: a request may have been aborted for which something was kept.
+    found: Table = getattr(model_runner_output, KEY, None) or _NOTHING
     failures.forget_left(self, scheduler_output)
-    if found is None:
-        outputs = original(self, scheduler_output, model_runner_output, *args, **kw)
-        # Somebody for whom something was kept may have been aborted.
-        rules.look(self, outputs, ())
-        reads.hold(self, outputs, reads.send(self, outputs, None, frozenset()))
-        return outputs
     failed, stops = found.failed, found.stops
     ended = failures.end(self, failed) if failed else []
     watching = rules.watched(self, found.read) if found.read is not None else []
@@ -63,7 +60,7 @@ def _sending(
     return outputs
 
 
-def by_token(counted: NDArray[int32], guessed: Guessed | None, tokens: int, *, each: bool) -> bytes | list[bytes]:
+def by_token(counted: NDArray[np.int32], guessed: Guessed | None, tokens: int, *, each: bool) -> bytes | list[bytes]:
     """What an output carries: a request's counters, with those of the guesses that hold.
 
     Args:

@@ -13,12 +13,15 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from saesteer.config.config import SaesteerConfig
 from saesteer.config.decoders import Decoders, hook_of_site
 from saesteer.errors import SpecError
 from saesteer.language.fields import fail
+from saesteer.plugin.http import access
 from saesteer.plugin.http.leaving import while_there
 from saesteer.plugin.http.neuronpedia import activation_shapes, activations, shapes, steering
 from saesteer.plugin.http.neuronpedia.host import Busy, Host, Turns
+from saesteer.plugin.http.neuronpedia.keys import with_bearer
 from saesteer.plugin.http.neuronpedia.meaning import place_of, sets_of
 from saesteer.plugin.http.refusals import refusing
 
@@ -52,8 +55,9 @@ def _refusal(error: Exception) -> JSONResponse | None:
     return None
 
 
-def add_neuronpedia(app: FastAPI) -> None:
-    """Add the routes to vLLM's app."""
+def add_routes(app: FastAPI, config: SaesteerConfig) -> None:
+    """Add the routes to vLLM's app, and their way to send a key."""
+    access.ADAPTED[:] = [with_bearer]
     app.state.saesteer_decoders = Decoders(), Turns()
     app.include_router(router)
 

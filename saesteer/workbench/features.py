@@ -14,7 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from saesteer.commands.reading import read, tokenizer_of, tokens_of
 from saesteer.commands.serve import check, need_vllm, resolve
 from saesteer.commands.waiting import load_model, steps
 from saesteer.config.assets import Assets
@@ -22,6 +21,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 from saesteer.loaders import largest
+from saesteer.workbench.reading import read, tokenizer_of, tokens_of
 
 MAX_TOKENS = 4096
 

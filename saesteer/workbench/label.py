@@ -13,9 +13,6 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from saesteer.commands.features import Backend, open_model
-from saesteer.commands.reads import Asked, Text, asked_of, reads, texts_of
-from saesteer.commands.written import say
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
@@ -29,6 +26,9 @@ from saesteer.labels.store import About, Entry
 from saesteer.loaders import alone, load, max_act
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fetch
+from saesteer.workbench.features import Backend, open_model
+from saesteer.workbench.reads import Asked, Text, asked_of, reads, texts_of
+from saesteer.workbench.written import say
 
 EXAMPLES, TOKENS = 5, 6  # kept of each feature: places in texts, promoted and suppressed tokens
 # Kinds of sites whose dictionaries do not write into the stream, so the logit lens cannot read their rows.

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from saesteer.commands import evidence, trials
-from saesteer.commands.evidence import Interval
-from saesteer.commands.trials import ARMS, CLAMP, DOSES, PLAIN, PROMPTS, SCORE, Key, Subject
 from saesteer.dictionaries.vectors import numbers_of
 from saesteer.labels.lens import lens, logits_of
 from saesteer.labels.store import Labels
 from saesteer.plugin.job import Completion
+from saesteer.workbench import evidence, trials
+from saesteer.workbench.evidence import Interval
+from saesteer.workbench.trials import ARMS, CLAMP, DOSES, PLAIN, PROMPTS, SCORE, Key, Subject
 
 LENS = 20  # tokens of the logit lens, as many as the authors of the output score take
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from saesteer.commands.features import Backend
 from saesteer.commands.serve import resolve
-from saesteer.commands.windows import beginning, blocks, need_tokens, parts_of
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, inputs
 from saesteer.errors import ConfigError
 from saesteer.labels.gather import Active
+from saesteer.workbench.features import Backend
+from saesteer.workbench.windows import beginning, blocks, need_tokens, parts_of
 
 MAX_TOKENS = 10_000_000
 CHARACTERS = 16  # read from the file for each wanted token; more than a token has
@@ -67,7 +67,7 @@ def read_text(file: Path, max_tokens: int, flag: str = "--text-file") -> str:
 
 
 def windows_of(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
-    """The text's tokens in windows, each of which begins as ``saesteer.commands.windows`` says."""
+    """The text's tokens in windows, each of which begins as ``saesteer.workbench.windows`` says."""
     begin = beginning(oracle)
     ids = oracle.tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:max_tokens]
     return [begin + ids[part] for part in parts_of(oracle, ids)]
@@ -76,7 +76,7 @@ def windows_of(oracle: Any, text: str, max_tokens: int) -> list[list[int]]:
 def texts_of(
     oracle: Any, dictionaries: Mapping[str, Asked], file: Path, max_tokens: int, flag: str = "--text-file"
 ) -> list[Text]:
-    """A text file, named by a flag, in windows, each of which begins as ``saesteer.commands.windows`` says.
+    """A text file, named by a flag, in windows, each of which begins as ``saesteer.workbench.windows`` says.
 
     Raises:
         ConfigError: the file cannot be read or is empty, the number is out of range, or no token counts for one of the
@@ -117,7 +117,7 @@ def reads(
     if backend == "hf":
         yield (active(oracle.streams(text.ids)) for text in texts)
         return
-    from saesteer.commands.reading import captured
+    from saesteer.workbench.reading import captured
 
     sites = sorted({one.info.read for one in dictionaries.values()})
     place, _, options = resolve(model, SaesteerConfig())

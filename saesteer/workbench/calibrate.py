@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from saesteer.commands.features import open_model
-from saesteer.commands.reads import Text, asked_of, read_text, reads, windows_of
-from saesteer.commands.windows import need_tokens
-from saesteer.commands.written import say
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.errors import ConfigError
 from saesteer.labels.gather import Active
 from saesteer.loaders import alone, max_act
 from saesteer.loaders.files import fetch
+from saesteer.workbench.features import open_model
+from saesteer.workbench.reads import Text, asked_of, read_text, reads, windows_of
+from saesteer.workbench.windows import need_tokens
+from saesteer.workbench.written import say
 
 
 @dataclass(slots=True, eq=False)

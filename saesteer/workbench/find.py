@@ -23,8 +23,8 @@ from saesteer.errors import ConfigError, printable
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
 
 if TYPE_CHECKING:
-    from saesteer.commands.features import Backend
     from saesteer.dictionaries.coder import CoderInfo
+    from saesteer.workbench.features import Backend
 
 _EXAMPLES = 2  # shown of each feature
 
@@ -100,15 +100,15 @@ def run_contrast(
         most: how many features of each dictionary.
         max_tokens: how many tokens of each text to read.
         as_json: as for `run`.
-        backend: what reads the texts, as in `saesteer.commands.reads`.
+        backend: what reads the texts, as in `saesteer.workbench.reads`.
 
     Raises:
         SaesteerError: the model, a dictionary or a text is invalid, or no token of a text counts.
     """
-    from saesteer.commands.features import open_model
-    from saesteer.commands.reads import asked_of, reads, texts_of
     from saesteer.labels.contrast import Mean, strongest
     from saesteer.labels.places import opened
+    from saesteer.workbench.features import open_model
+    from saesteer.workbench.reads import asked_of, reads, texts_of
 
     oracle, names = open_model(model, config)
     asked = asked_of(oracle, names)

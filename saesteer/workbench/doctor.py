@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from saesteer.commands import fits, paths
 from saesteer.commands.embedded import DEMO_DICTIONARY, bridge
-from saesteer.commands.paths import TOP, Candidate, Paths, Top
-from saesteer.commands.reading import captured
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model, steps
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.plugin.job import Batch, Completion
 from saesteer.plugin.job import run as run_engine
+from saesteer.workbench import fits, paths
+from saesteer.workbench.paths import TOP, Candidate, Paths, Top
+from saesteer.workbench.reading import captured
 
 PROMPTS = ("Who are you?", "The capital of France is")
 # Several blocks of the KV cache, which are 16 tokens on a GPU and 128 on a CPU.

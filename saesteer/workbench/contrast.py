@@ -16,16 +16,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from saesteer.commands import separation
-from saesteer.commands.reading import read, tokenizer_of, tokens_of
-from saesteer.commands.separation import Direction, Rows, Separation
 from saesteer.commands.serve import check, layers_of, resolve
 from saesteer.commands.waiting import steps
-from saesteer.commands.written import check_folder, say
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, expand_sites, parse
 from saesteer.loaders.write import write_arrays
+from saesteer.workbench import separation
+from saesteer.workbench.reading import read, tokenizer_of, tokens_of
+from saesteer.workbench.separation import Direction, Rows, Separation
+from saesteer.workbench.written import check_folder, say
 
 MAX_BYTES = 64 << 20  # of a file of texts
 MAX_TOKENS = 4096  # of a text

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rich.filesize import decimal
 
 from saesteer.commands.embedded import DICTIONARIES
-from saesteer.config.assets import in_words, sited, unserved
+from saesteer.config.assets import sited, unserved
 from saesteer.config.sets import check_set, opened
 from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import RANKED, CoderInfo
@@ -95,7 +96,7 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
     known = f"unknown at layer {_listed(tuple(without))}" if without else "known"
     lines = [("source", place), ("set", f"{len(infos)} dictionaries, of layer {_listed(layers)}")]
     lines += [(name, first[name]) for name in shared]
-    on_disk = in_words(sum({info.source: info.bytes_on_disk for info in infos}.values()))  # one file may hold all
+    on_disk = decimal(sum({info.source: info.bytes_on_disk for info in infos}.values()))  # one file may hold all
     lines += [("max_act", known), ("on disk", on_disk), _in_memory(infos)]
     lines.append(("by rows", first["by rows"]))
     for layer, info in zip(layers, infos, strict=True):
@@ -108,7 +109,7 @@ def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> l
 def _in_memory(infos: Sequence[CoderInfo]) -> tuple[str, str]:
     if all(info.targets for info in infos):
         return "in memory", "nothing: rows of its features come with requests"
-    half, full = (in_words(sum(info.memory(size) for info in infos)) for size in (2, 4))
+    half, full = (decimal(sum(info.memory(size) for info in infos)) for size in (2, 4))
     return "in memory", f"{half} in float16 or bfloat16, {full} in float32"
 
 
@@ -117,7 +118,7 @@ def _by_rows(info: CoderInfo) -> str:
     if info.activation in RANKED:
         return f"not served: {info.activation} ranks all features"
     sites = {info.site_in, *info.writes}
-    half = in_words(len(sites) * 2 * info.d_in * 2)
+    half = decimal(len(sites) * 2 * info.d_in * 2)
     return f"{half} in float16 or bfloat16 for each feature that a request names, with rows: in front of the place"
 
 
@@ -170,7 +171,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("max_act", "known" if info.has_max_act else unknown),
         ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
         ("dtype", info.stored_dtype),
-        ("on disk", in_words(info.bytes_on_disk)),
+        ("on disk", decimal(info.bytes_on_disk)),
         _in_memory([info]),
         ("by rows", _by_rows(info)),
         ("fingerprint", info.fingerprint[:16] or "not computed: it takes reading the whole file once"),

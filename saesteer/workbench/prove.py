@@ -16,18 +16,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from saesteer.commands import trials
-from saesteer.commands.chart import Panel, chart
 from saesteer.commands.embedded import DEMO_DICTIONARY
-from saesteer.commands.features import refuse_across
-from saesteer.commands.find import plain
-from saesteer.commands.label import INSIDE
-from saesteer.commands.proofs import Numbers, Proof
-from saesteer.commands.reading import ask, questions, tokenizer_of, tokens_of
 from saesteer.commands.serve import check, resolve
-from saesteer.commands.trials import ARMS, CLAMP, DOSES, PROMPTS, SCORE, Key, Subject
 from saesteer.commands.waiting import steps
-from saesteer.commands.written import check_folder, say, write
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import ConfigError
@@ -35,6 +26,15 @@ from saesteer.labels import places
 from saesteer.labels.store import Labels
 from saesteer.loaders import load
 from saesteer.plugin.job import Batch, Completion
+from saesteer.workbench import trials
+from saesteer.workbench.chart import Panel, chart
+from saesteer.workbench.features import refuse_across
+from saesteer.workbench.find import plain
+from saesteer.workbench.label import INSIDE
+from saesteer.workbench.proofs import Numbers, Proof
+from saesteer.workbench.reading import ask, questions, tokenizer_of, tokens_of
+from saesteer.workbench.trials import ARMS, CLAMP, DOSES, PROMPTS, SCORE, Key, Subject
+from saesteer.workbench.written import check_folder, say, write
 
 TOKENS = 16  # of an answer
 RANDOM, FIRST = 20, 100  # features that are clamped for comparison; features that are proved if none is named

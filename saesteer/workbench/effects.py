@@ -20,12 +20,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from saesteer.commands.embedded import clamp
-from saesteer.commands.evidence import repetition
-from saesteer.commands.prove import Known, resolved
-from saesteer.commands.reading import ask, questions, tokenizer_of
-from saesteer.commands.trials import PROMPTS
 from saesteer.commands.waiting import steps
-from saesteer.commands.written import say
 from saesteer.config.config import SaesteerConfig
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
@@ -34,6 +29,11 @@ from saesteer.labels.search import stems
 from saesteer.labels.store import Effect, Written
 from saesteer.labels.writing import keep
 from saesteer.plugin.job import Batch
+from saesteer.workbench.evidence import repetition
+from saesteer.workbench.prove import Known, resolved
+from saesteer.workbench.reading import ask, questions, tokenizer_of
+from saesteer.workbench.trials import PROMPTS
+from saesteer.workbench.written import say
 
 QUESTIONS = PROMPTS[:4]
 TOKENS, PENALTY = 24, 1.1  # of an answer; what repeats a token is worth

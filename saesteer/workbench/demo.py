@@ -22,8 +22,8 @@ from saesteer.commands.embedded import (
     ensure_model,
 )
 from saesteer.commands.waiting import steps
-from saesteer.commands.written import say
 from saesteer.plugin import job
+from saesteer.workbench.written import say
 
 _SENTENCES = re.compile(r".*(?<!\d)[.!?][\"”')]?(?=\s|$)", re.DOTALL)
 

@@ -20,15 +20,15 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from saesteer.commands.features import refuse_across
-from saesteer.commands.reads import read_text, windows_of
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
-from saesteer.commands.windows import blocks, need_tokens
 from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
+from saesteer.workbench.features import refuse_across
+from saesteer.workbench.reads import read_text, windows_of
+from saesteer.workbench.windows import blocks, need_tokens
 
 _NAME = "PLACE"
 

@@ -8,9 +8,9 @@ from dataclasses import fields
 
 from torch import Tensor
 
-from saesteer.commands.measure import Figures
-from saesteer.commands.windows import first_counted
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
+from saesteer.workbench.measure import Figures
+from saesteer.workbench.windows import first_counted
 
 # Of unlike kinds, so that their mean explains little, and long enough to tell a dictionary's site from others.
 TEXTS = (

@@ -1,0 +1,1 @@
+"""The workbench: one file for each command that measures, finds or proves, and what several of them share."""
