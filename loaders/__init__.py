@@ -14,7 +14,7 @@ from saesteer.dictionaries.coder import CoderInfo, SparseCoder
 from saesteer.errors import LoadError
 from saesteer.loaders import hub, max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
-from saesteer.loaders.draft import Draft, Format, build, facts, vector_of
+from saesteer.loaders.draft import Draft, Format, build, decoders, facts, vector_of
 from saesteer.loaders.files import fetch
 from saesteer.loaders.formats import (
     apollo,
@@ -61,7 +61,7 @@ hub.NAMES += [name for form in FORMATS.values() for name in form.FILES]
 
 
 def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | None = None) -> SparseCoder:
-    """The dictionary at a path or hub id.
+    """The dictionary at a path or hub id; of a cross-layer transcoder one layer's, with the decoder for that layer.
 
     Args:
         place: a folder, a file or ``org/repo[/sub/folder]``, with ``#name`` if a folder holds several dictionaries.
@@ -75,9 +75,6 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
         raise LoadError(f"{place}: dtype {dtype}; expected one of {', '.join(map(str, WEIGHT_DTYPES))}")
     path = fetch(place)
     name, found = choose(path, site)
-    if found.later is not None:
-        what = "is a cross-layer transcoder, whose decoders stay in their files"
-        raise LoadError(f"{place}: {what}; expected a request that names its features, or another dictionary")
     coder = max_act.added(path, build(found, name, dtype), site, found)
     return replace(coder, info=_placed(place, coder.info))
 
@@ -98,6 +95,16 @@ def describe(place: str | Path, *, site: str | None = None, hashed: bool = True)
     path = fetch(place)
     name, found = choose(path, site)
     return told(place, path, facts(found, name, hashed=hashed), site)
+
+
+def later(info: CoderInfo) -> list[Tensor]:
+    """The decoders [F, d_out] of a cross-layer transcoder's layer for each layer after its own; none of others.
+
+    Raises:
+        LoadError: the files cannot be read.
+    """
+    _, found = choose(fetch(info.source, again=True), info.site_in)
+    return [*decoders(found, info, None)]
 
 
 def largest(info: CoderInfo, feature: int) -> float | None:

@@ -198,16 +198,18 @@ class Arrays:
                 found = _pread(self.descriptor, array, rows * columns, dtype.itemsize)
             yield 0, torch.frombuffer(found, dtype=dtype).view(rows, columns)
             return
-        assert array.pitch is None, key
-        step = max(1, BLOCK_BYTES // (columns * dtype.itemsize))
+        width = columns * dtype.itemsize
+        pitch = array.pitch or width
+        step = max(1, BLOCK_BYTES // pitch)
         progress = shown(f"{self.path.name}: {key}", rows * columns * dtype.itemsize)
         with readable(f"{self.path}: {key}", _COMPLETE), self.opened(array) as stream, progress as read:
             for start in range(0, rows, step):
-                buffer = bytearray(min(step, rows - start) * columns * dtype.itemsize)
+                stream.read(pitch - width if start else 0)
+                buffer = bytearray((min(step, rows - start) - 1) * pitch + width)
                 if stream.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]  # every stream here has it
                     raise EOFError("the file is cut short")
                 read(len(buffer))
-                yield start, torch.frombuffer(buffer, dtype=dtype).view(-1, columns)
+                yield start, torch.frombuffer(buffer, dtype=dtype).unfold(0, columns, pitch // dtype.itemsize)
             if array.member is not None:
                 stream.read(1)  # the end of a zip member is where its checksum is compared
 

@@ -233,14 +233,22 @@ def later_of(
 
     Arguments and errors are those of ``row_of``.
     """
-    one, alone = _alone(draft, info, row, descriptors)
-    rows = [torch.empty(0, info.d_out, dtype=dtype or _dtype(draft))]
+    none = torch.empty(0, info.d_out, dtype=dtype or _dtype(draft))
+    return torch.cat([none, *decoders(*_alone(draft, info, row, descriptors), dtype)])
+
+
+def decoders(draft: Draft, info: CoderInfo, dtype: torch.dtype | None) -> Iterator[Tensor]:
+    """The decoders [F, d_out] of a cross-layer transcoder for each layer after its own.
+
+    Raises:
+        LoadError: a value is not finite.
+    """
     for roles in draft.later or ():
-        there = replace(one, keys={**one.keys, **roles}, later=())
-        vectors = {role: vector_of(there, role) for role in there.keys if role not in MATRICES}
-        scale = _folded(there, alone, vectors).dec_scale
-        rows.append(_matrix(there, "w_dec", (1, info.d_out), rows[0].dtype, scale))
-    return torch.cat(rows)
+        there = replace(draft, keys={**draft.present, **roles}, later=())
+        vectors = {role: vector_of(there, role) for role in there.keys if role not in (*MATRICES, "skip")}
+        scale = _folded(there, info, vectors).dec_scale
+        found = _matrix(there, "w_dec", (info.features, info.d_out), dtype or _dtype(draft), scale)
+        yield found if draft.order is None else found[draft.order]
 
 
 def _alone(draft: Draft, info: CoderInfo, row: int, descriptors: Mapping[Path, int]) -> tuple[Draft, CoderInfo]:

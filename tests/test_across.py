@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from saesteer import hf
 from saesteer.config.assets import Assets
 from saesteer.engine.engine import Engine, Row
-from saesteer.errors import LoadError, SpecError
+from saesteer.errors import SpecError
 from saesteer.loaders import alone, max_act
 from tests import tiny
 from tests.formulas import Dict, World
@@ -148,5 +148,13 @@ def test_the_backend_on_transformers_does_what_hooks_do(tmp_path: Path) -> None:
     spec = {"op": "clamp", "dictionary": "clt", "layer": 0, "feature": 5, "value": 3.0}
     torch.testing.assert_close(steered.logits(ids, steer=spec), expected, atol=1e-5, rtol=1e-4)
     assert (expected - before)[1:].abs().max() > 1e-3
-    with pytest.raises(LoadError, match="is a cross-layer transcoder"):
-        steered.activations(ids, "clt", layer=0)
+    features = steered.activations(ids, "clt", layer=0)
+    torch.testing.assert_close(features[:, 5], kept[0], atol=1e-5, rtol=1e-4)
+    above = float(kept[0][1:].max()) - 1e-3
+    rule = {"op": "flag", "when": {"dictionary": "clt", "layer": 0, "feature": 5, "above": above}}
+    whole = {"scope": {"prompt": True}}
+    named = {"dictionary": "clt", "layer": 0, "features": [5, 3], **whole}
+    seen = steered.read(ids, steer={"return": {"features": [named]}, "edits": [rule | whole]})
+    rows = torch.tensor([[row["features"][name] for name in ("5", "3")] for row in seen["features"][0]["rows"]])
+    torch.testing.assert_close(rows, features[:, [5, 3]], atol=1e-5, rtol=1e-4)
+    assert seen["flags"] == [{"edit": "saesteer.edits[0]", "position": int(kept[0][1:].argmax()) + 1}]

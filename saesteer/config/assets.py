@@ -99,12 +99,12 @@ class Assets:
     def readable(self, sites: Collection[str], other_widths: Mapping[str, int] | None = None) -> frozenset[str]:
         """Those of the instrumented sites whose tensors requests may read.
 
-        They are the sites where dictionaries in memory read, the site of each vector that has one layer, and those
+        They are the sites where dictionaries read, the site of each vector that has one layer, and those
         that the operator names.
         """
         kinds = {width: kind for kind, width in (other_widths or {}).items()}
         layers = 1 + max((parse(site)[1] for site in sites), default=0)
-        wanted = {reading_site(canonical(str(info.site_in))) for info in self.infos.values() if not info.by_rows}
+        wanted = {reading_site(canonical(str(info.site_in))) for info in self.infos.values()}
         wanted |= {canonical(site) for site in expand_sites(self.config.kept, layers)}
         for vectors in self.vectors.values():
             if vectors.layers is not None and len(vectors.layers) == 1:

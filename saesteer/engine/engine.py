@@ -18,7 +18,7 @@ from saesteer.engine.published import Published
 from saesteer.engine.readouts import Reading, Source
 from saesteer.engine.registry import Held, Registry
 from saesteer.engine.table import Arrow, Placement, Places, Row, Rows, rows_of_features
-from saesteer.engine.weights import Site, decodes, fill, probes_of, rooms, scratch_for, site_of, source_of
+from saesteer.engine.weights import Site, decodes, fill, probes_of, rooms, rows_read, scratch_for, site_of, source_of
 from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
 from saesteer.kernels.bound import bind
@@ -198,7 +198,7 @@ class Engine:
         last: bool,
         reduce: Any,
         source: Any,
-        bias: Sequence[float],
+        bias: Sequence[Any],
         top_k: int,
         features: Sequence[int],
         starts: Sequence[int],
@@ -206,13 +206,16 @@ class Engine:
     ) -> Reading | None:
         if not (ops[0] in self.sites if ops else self.is_last):
             return None
-        of, named = None, ()
-        if kind == "features":
+        of: Source | None = None
+        named: tuple[int, ...] = ()
+        if kind == "features" and isinstance(source, list):
+            of = rows_read([arrows[~one] for one in source], bias, self.device, self.dtype)
+            named = tuple(range(len(source)))
+        elif kind == "features":
             name = wire.dictionaries[source]
             place = self.places.dictionaries[name]
-            of = self._sources.get(name)
-            if of is None:
-                of = self._sources[name] = source_of(place, self.sites[ops[0]])
+            of = self._sources.get(name) or source_of(place, self.sites[ops[0]])
+            self._sources[name] = of
             named = tuple(rows_of_features(place.info, np.array(features, dtype=np.int32)).tolist())
         elif kind == "probe":
             own, places = [arrows[~one] for one in source], {op: at for at, op in enumerate(dict.fromkeys(ops))}

@@ -204,6 +204,16 @@ def source_of(place: Placement, site: Site) -> Source:
     return Source(encoder, None if info.feature_ids is None else np.array(info.feature_ids, dtype=np.int32))
 
 
+def rows_read(
+    arrows: Sequence[Arrow], laws: Sequence[tuple[float, float, int]], device: torch.device, dtype: torch.dtype
+) -> Source:
+    """Features whose rows a request brought, each with its bias, its threshold and its dictionary's input norm."""
+    bias, threshold, norms = zip(*laws, strict=True)
+    numbers = torch.tensor([bias, threshold], device=device)
+    w_enc = torch.from_numpy(np.stack([one.unit[0] for one in arrows])).to(device, dtype)
+    return Source(Encoder(w_enc, numbers[0], numbers[1], norm=norms[0]))
+
+
 def probes_of(
     arrows: Sequence[Arrow], bias: Sequence[float], at: Sequence[int], device: torch.device, dtype: torch.dtype
 ) -> Source:

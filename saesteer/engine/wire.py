@@ -24,6 +24,7 @@ from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
+from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.digests import DIGEST, digest_of
 from saesteer.planning.immutable import distinct
 from saesteer.planning.plan import (
@@ -223,8 +224,11 @@ class _Targets:
         """
         one = several[0]
         source: int | list[int] = 0
-        bias: list[float] = []
-        if one.dictionary is not None:
+        bias: list[Any] = []
+        if one.dictionary is not None and is_by_rows(self.catalog, one.dictionary):
+            rows = [self._source(Feature(one.dictionary, feature), str(one.site)) for feature in one.features]
+            source, bias = [row.target for row in rows], [(row.bias, row.threshold, row.flags) for row in rows]
+        elif one.dictionary is not None:
             source = self.dictionaries.setdefault(one.dictionary, len(self.dictionaries))
         elif one.probe is not None:
             source = [self._source(same.probe, str(same.site)).target for same in several]

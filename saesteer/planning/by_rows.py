@@ -1,6 +1,7 @@
 """Which features a plan or a spec takes from dictionaries that are served by rows. Knows no file and no number."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp
@@ -18,9 +19,12 @@ def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
     """The features whose rows a plan needs, each with the path of its first mention."""
     parts = (part for group in plan.groups for part in group.parts)
     found: dict[Feature, str] = {}
-    for one in (*parts, *plan.inputs):
-        if isinstance(one.target, Feature) and is_by_rows(catalog, one.target.dictionary):
-            found.setdefault(one.target, one.field)
+    edited = ((one.target, one.field) for one in (*parts, *plan.inputs) if isinstance(one.target, Feature))
+    reads = (one for one in (*plan.readouts, *plan.measures) if one.dictionary is not None)
+    read = ((Feature(str(one.dictionary), feature), one.field) for one in reads for feature in one.features)
+    for target, field in chain(edited, read):
+        if is_by_rows(catalog, target.dictionary):
+            found.setdefault(target, field)
     return found
 
 
@@ -37,3 +41,5 @@ def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
         for _, one in edit.sources():
             if one.dictionary is not None and one.feature is not None:
                 yield Feature(catalog.key(one.dictionary, one.layer), one.feature)
+    for read in spec.returns.features:
+        yield from (Feature(catalog.key(read.dictionary, read.layer), feature) for feature in read.features)

@@ -129,7 +129,7 @@ class _Planner:
         check_feature(name, info, edit.feature, f"{at}.feature")
         target = Feature(name, edit.feature)
         if edit.unit == "max_act" and not info.knows_max_act(edit.feature):
-            some, hint = info.has_max_act, "" if info.targets else ", `saesteer calibrate` finds them"
+            some, hint = info.has_max_act, ", `saesteer calibrate` finds them"
             what = f"activation of feature {edit.feature} of {name!r} is" if some else f"activations of {name!r} are"
             expected = f"raw: the max {what} not known{hint}"
             fail(f"{at}.unit", "unknown_max_act", f"got max_act, expected {expected}")

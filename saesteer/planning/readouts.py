@@ -240,7 +240,7 @@ def measure(one: Watched, windows: tuple[Window, ...], catalog: Catalog, at: str
         site, op, probe = _probe_at(one.probe, one.site, catalog, at)
         return Readout("probe", at, site, op, False, windows, probe=probe)
     assert one.dictionary is not None and one.feature is not None
-    key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at)
+    key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, whole=False)
     check_feature(key, catalog.dictionaries[key], one.feature, f"{at}.feature")
     return Readout("features", at, site, op, False, windows, dictionary=key, features=(one.feature,))
 
@@ -252,8 +252,12 @@ def _placed(found: Readout, one: Any, catalog: Catalog, prompt_len: int) -> Read
 
 
 def _features(one: FeatureRead, catalog: Catalog, at: str) -> Readout:
-    key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, "dictionary")
+    whole = one.strongest > 0
+    key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, "dictionary", whole=whole)
     info = catalog.dictionaries[key]
+    if is_by_rows(catalog, key) and len(one.features) > catalog.max_entries:
+        message = f"got {len(one.features)} features, whose rows come with the request"
+        fail(f"{at}.features", "too_large", f"{message}, expected at most {catalog.max_entries}: see --max-edits")
     for i, feature in enumerate(one.features):
         check_feature(key, info, feature, f"{at}.features[{i}]")
     if one.top_k is not None and one.top_k > info.features:
@@ -283,16 +287,13 @@ def _activation(starts: Sequence[int] | None, one: ActivationRead, catalog: Cata
 
 
 def _dictionary_at(
-    name: str, layer: int | None, catalog: Catalog, at: str, address: str = "feature"
+    name: str, layer: int | None, catalog: Catalog, at: str, address: str = "feature", *, whole: bool
 ) -> tuple[str, str, str]:
     """The key of a dictionary that is read, the site where it reads, and the site whose op keeps the tensor."""
     key, info = dictionary_of(catalog, name, layer, at, address=address)
-    if is_by_rows(catalog, key) or info.targets is not None:
-        message = f"reads {key!r}, which needs the whole dictionary, and this server reads only the rows of features"
-        hint = "start it with --dictionary NAME=PLACE, without rows:"
-        if info.targets is not None:
-            hint = "a cross-layer transcoder is always served by rows, expected another dictionary"
-        fail(f"{at}.dictionary", "not_served", f"{message}; {hint}")
+    if whole and is_by_rows(catalog, key):
+        message = f"reads the strongest of {key!r}, which needs all of it, and this server reads only rows of features"
+        fail(f"{at}.dictionary", "not_served", f"{message}; expected features by name")
     op = reading_site(catalog, key, info, at)
     _check_kept(catalog, op, op, f"{at}.dictionary")
     return key, canonical(str(info.site_in or info.site_out)), op

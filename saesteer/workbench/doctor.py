@@ -190,14 +190,11 @@ def dictionaries_fit(oracle: Any, names: Iterable[str], place: str, options: dic
     """A check for each dictionary, of what an engine computes on some texts."""
     named = [(name, layer) for name in names for layer in oracle.layers_of(name)]
     infos = {one: oracle.info(*one) for one in named}
-    whole = {one: info for one, info in infos.items() if info.targets is None}
-    found = [Check(_name(*one), True, "not measured: it writes at several layers") for one in infos if one not in whole]
+    found = []
     prompts = [oracle.encode(text) for text in fits.TEXTS]
-    streams: list[dict[str, Any]] = []
-    if whole:
-        with captured(place, fits.sites_of(whole.values()), options, prompts) as texts:
-            streams += texts
-    for one, info in whole.items():
+    with captured(place, fits.sites_of(infos.values()), options, prompts) as texts:
+        streams = [*texts]
+    for one, info in infos.items():
         coder = oracle.coder(*one)
         figures = fits.figures(coder, info, streams)
         wrong = [*fits.oddities(coder, info, figures)]

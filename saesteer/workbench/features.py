@@ -18,7 +18,6 @@ from saesteer.commands.serve import check, need_vllm, resolve
 from saesteer.commands.waiting import load_model, steps
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
-from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import ConfigError
 from saesteer.loaders import largest
 from saesteer.workbench.reading import read, tokenizer_of, tokens_of
@@ -78,14 +77,16 @@ def run(
         raise ConfigError(f"the text has {len(ids)} tokens, expected 2 to {MAX_TOKENS}")
     words = [tokenizer.decode([one]) for one in ids]
     assets = Assets.open(config)
-    returns = {"features": _wanted(assets, top_k)}
-    if backend == "hf":
-        answer = load_model(place, config.dictionaries).read(ids, steer={"return": returns})
+    wanted = _wanted(assets, top_k)
+    if backend == "hf" or any(info.targets for info in assets.infos.values()):  # whose encoders no engine holds
+        oracle = load_model(place, config.dictionaries)
+        entries = [_entry(oracle, ids, one) for one in wanted]
     else:
         with steps(console, hidden=verbose) as show:
             show("Reading the text")
-            [answer] = read(place, config, options, [ids], returns, verbose=verbose)
-    for entry in answer["features"]:
+            [answer] = read(place, config, options, [ids], {"features": wanted}, verbose=verbose)
+        entries = answer["features"]
+    for entry in entries:
         console.print(_table(entry, assets, words))
 
 
@@ -106,24 +107,8 @@ def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, 
     names = asked or list(config.dictionaries)
     if not names:
         raise ConfigError(f"no dictionary for {model!r}, expected --dictionary NAME=PLACE[@SITE]")
-    refuse_across(check(place, config).infos)
+    check(place, config)
     return place, replace(config, dictionaries={name: config.dictionaries[name] for name in names}), options
-
-
-def refuse_across(infos: Mapping[str, CoderInfo]) -> None:
-    """Refuse a cross-layer transcoder before a model is loaded: it is never whole in memory.
-
-    Args:
-        infos: of the dictionaries, by name.
-
-    Raises:
-        ConfigError: one of them is a cross-layer transcoder.
-    """
-    for name, info in infos.items():
-        if info.targets is not None:
-            what = f"dictionary {name!r} is a cross-layer transcoder, of which only rows are read"
-            hint = "its features are clamped in unit raw, by a server or saesteer.hf"
-            raise ConfigError(f"{what}; expected a dictionary of one layer here: {hint}")
 
 
 def _wanted(assets: Assets, top_k: int) -> list[dict[str, Any]]:
@@ -135,6 +120,14 @@ def _wanted(assets: Assets, top_k: int) -> list[dict[str, Any]]:
             one: dict[str, Any] = {"dictionary": name, "top_k": min(top_k, count), "scope": {"skip_first": 1}}
             found.append(one if layer is None else one | {"layer": layer})
     return found
+
+
+def _entry(oracle: Any, ids: Sequence[int], one: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine's answer has of a read."""
+    name, layer = one["dictionary"], one.get("layer")
+    rows = oracle.features(ids, name, layer=layer, top_k=one["top_k"])
+    found = [{"position": n, "top": [(two.feature, two.value) for two in row]} for n, row in enumerate(rows, 1)]
+    return {**one, "site": oracle.info(name, layer).site_in, "rows": found}
 
 
 def _table(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Table:

@@ -155,7 +155,7 @@ def _site(info: CoderInfo, own: CoderInfo | None = None) -> str:
 def _facts(info: CoderInfo) -> list[tuple[str, str]]:
     skip = f"  w_skip [{info.d_out}, {info.d_in}]" if info.skip else ""
     unsaid = info.site_in is None and info.site_out is None and info.kind == "SAE"
-    unknown = "unknown" if unserved(info) or info.targets else "unknown: `saesteer calibrate` measures it"
+    unknown = "unknown" if unserved(info) else "unknown: `saesteer calibrate` measures it"
     return [
         ("source", info.source),
         ("format", info.format),
@@ -209,7 +209,7 @@ def _not_served(info: CoderInfo) -> list[str]:
     elif info.site_in != info.site_out:
         notes.append(f"reconstruct with error drop, unless --sites names {info.site_out}")
     if not info.has_max_act:
-        notes.append(f"values in unit max_act{'' if info.targets else ', until it is calibrated'}")
+        notes.append("values in unit max_act, until it is calibrated")
     if info.activation in RANKED and info.site_in == info.site_out:
         notes.append(f"clamps after other edits of the site in one request, as {info.activation} needs all features")
     return notes

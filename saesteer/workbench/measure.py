@@ -8,6 +8,7 @@ MLP adds. A dictionary at a wrong site, of a wrong model or read in a wrong orie
 say, and an FVU near 1 or above.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
-from saesteer.workbench.features import refuse_across
+from saesteer.language.sites import canonical
+from saesteer.loaders import later
 from saesteer.workbench.reads import read_text, windows_of
 from saesteer.workbench.windows import blocks, need_tokens
 
@@ -54,16 +56,24 @@ class Figures:
         mean_squares = float(torch.as_tensor(self.total).square().sum()) / self.tokens
         return self.left / (self.squares - mean_squares)
 
-    def add(self, coder: SparseCoder, x: Tensor, y: Tensor) -> None:
-        """Count tokens: x [tokens, d_in] is read, and y [tokens, d_out] is what the reconstruction is compared with."""
+    def add(self, coder: SparseCoder, x: Tensor, y: Tensor, others: Tensor | float = 0.0) -> Tensor:
+        """Count tokens, and return their features.
+
+        Args:
+            coder: the dictionary.
+            x: [tokens, d_in], what it reads.
+            y: [tokens, d_out], what the reconstruction is compared with.
+            others: what a cross-layer transcoder's earlier layers add to the reconstruction.
+        """
         f, wide = coder.encode(x), y.double()
         if coder.info.centred:
             wide -= wide.mean(1, keepdim=True)
         self.tokens += len(x)
         self.active += int((f != 0).sum())
-        self.left += float((coder.decode(f, like=x).double() - wide).square().sum())
+        self.left += float((coder.decode(f, like=x).double() + others - wide).square().sum())
         self.squares += float(wide.square().sum())
         self.total = self.total + wide.sum(0)
+        return f
 
 
 def run(console: Console, model: str, place: str, file: Path | None, *, max_tokens: int) -> dict[str, Figures]:
@@ -84,7 +94,6 @@ def run(console: Console, model: str, place: str, file: Path | None, *, max_toke
     text = read_text(file, max_tokens)
     config = read_settings([f"{_NAME}={place}"])
     assets = Assets.open(config)
-    refuse_across(assets.infos)
     folder, _, _ = resolve(model, config)
     check(folder, config)
     written = sorted({info.written for info in assets.infos.values()})
@@ -94,7 +103,7 @@ def run(console: Console, model: str, place: str, file: Path | None, *, max_toke
     for layer, figures in found.items():
         info = oracle.info(_NAME, layer)
         l0 = "-" if info.l0 is None else f"{info.l0:g}"
-        fvu = f"{figures.fvu:.3f}" if info.can_reconstruct else "-"
+        fvu = f"{figures.fvu:.3f}" if info.can_reconstruct or info.targets else "-"
         table.add_row(str(info.site_in), f"{figures.tokens:,}", f"{figures.l0:.1f}", l0, fvu)
     console.print(table)
     return {str(oracle.info(_NAME, layer).site_in): figures for layer, figures in found.items()}
@@ -115,12 +124,20 @@ def measure(
         ConfigError: the text is too short.
     """
     found = {layer: Figures() for layer in layers}
-    coders = {layer: (oracle.coder(_NAME, layer), oracle.info(_NAME, layer)) for layer in layers}
-    need_tokens("the text", windows, [info for _, info in coders.values()], least=2)  # one alone has no variance
+    infos = {layer: oracle.info(_NAME, layer) for layer in layers}
+    coders = {layer: (oracle.coder(_NAME, layer), info, later(info)) for layer, info in infos.items()}
+    need_tokens("the text", windows, [*infos.values()], least=2)  # one alone has no variance
     for window in track(windows, "Reading", console=console, transient=True):
         streams = oracle.streams(window)
-        for layer, (coder, info) in coders.items():
+        across: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(1))  # what layers before a site add there
+        for layer, (coder, info, rows) in coders.items():
             x, y = inputs(info, streams), streams[info.written]
+            others = across[info.written].expand_as(y)
+            added = [torch.zeros_like(y, dtype=torch.float32) for _ in rows]
             for part in blocks(info, len(x)):
-                found[layer].add(coder, x[part], y[part])
+                f = found[layer].add(coder, x[part], y[part], others[part])
+                for one, decoder in zip(added, rows, strict=True):
+                    one[part] = f @ decoder.float()
+            for site, one in zip(info.writes[1:], added, strict=True):
+                across[canonical(site)] = across[canonical(site)] + one
     return found

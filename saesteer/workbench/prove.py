@@ -28,7 +28,6 @@ from saesteer.loaders import load
 from saesteer.plugin.job import Batch, Completion
 from saesteer.workbench import trials
 from saesteer.workbench.chart import Panel, chart
-from saesteer.workbench.features import refuse_across
 from saesteer.workbench.find import plain
 from saesteer.workbench.label import INSIDE
 from saesteer.workbench.proofs import Numbers, Proof
@@ -115,12 +114,12 @@ class Known(NamedTuple):
             ConfigError: it lacks what a proof needs.
         """
         infos = check(place, config).infos
-        refuse_across(infos)
         if len(infos) > 1:
             raise ConfigError("one dictionary is measured, this is a set; expected one layer: NAME=PLACE@LAYER")
         [(name, info)] = infos.items()
-        if str(info.site_out).partition(".")[0] in INSIDE:
-            raise ConfigError(f"dictionary {name!r} writes to {info.site_out}; expected one that writes to the stream")
+        if info.targets or str(info.site_out).partition(".")[0] in INSIDE:
+            what = f"dictionary {name!r} writes to {' and '.join(info.writes)}"
+            raise ConfigError(f"{what}; expected one that writes to one site of the stream")
         if not info.has_max_act:
             raise ConfigError(f"dictionary {name!r}: doses are in max_act, which is unknown; run `saesteer calibrate`")
         if (labels := places.opened(info)) is None:

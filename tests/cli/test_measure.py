@@ -1,6 +1,5 @@
 """`saesteer inspect --measure`: L0 and FVU of a dictionary on a tiny model, against numbers computed here."""
 
-import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -179,22 +178,45 @@ def test_a_dictionary_by_rows_is_read_whole(
     assert "d, at resid_post.1" in said.getvalue()
 
 
-def test_a_cross_layer_transcoder_is_refused_before_a_model_is_loaded(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cross_layer_transcoder_is_measured_and_read_layer_by_layer(
+    model: Any, text: Path, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    place = str(across.circuit_tracer(tmp_path / "clt", across.layers()))
+    """Each MLP's output is what all layers up to it have written there."""
+    made = across.layers(LAYERS, FEATURES, WIDTH)
+    place = across.gemma_scope_2(tmp_path / "clt", made)
+    figures = list(measure.run(Console(quiet=True), "any", str(place), text, max_tokens=300).values())
+    seen: dict[str, list[Any]] = {}
+    for layer, block in enumerate(model.model.layers):
+        for name, module in (("x", block.post_attention_layernorm), ("y", block.mlp)):
+            keep = seen.setdefault(f"{name}{layer}", [])
+            module.register_forward_hook(lambda _m, _args, out, keep=keep: keep.append(out[0, 1:].double().numpy()))
+    with torch.no_grad():
+        for window in loaded:
+            model(torch.tensor([window]))
+    for block in model.model.layers:
+        for module in (block.post_attention_layernorm, block.mlp):
+            module._forward_hooks.clear()
+    streams = {name: np.concatenate(keep) for name, keep in seen.items()}
+    features_of = []
+    for layer, one in enumerate(made):
+        pre = streams[f"x{layer}"] @ one.w_enc + one.b_enc
+        features_of.append(np.where(pre > np.maximum(one.threshold, 0), pre, 0))
+        y = streams[f"y{layer}"]
+        left = one.b_dec + sum(f @ made[at].w_dec[layer] for at, f in enumerate(features_of)) - y
+        assert figures[layer].l0 == pytest.approx((features_of[layer] > 0).sum(1).mean(), rel=1e-3)
+        assert figures[layer].fvu == pytest.approx((left**2).sum() / ((y - y.mean(0)) ** 2).sum(), rel=1e-3)
+
     config = read_settings([f"clt={place}"])
-    sizes = {"model_type": "llama", "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(sizes))
-    for command in (features, measure):
-        monkeypatch.setattr(command, "load_model", None)
-    refused = r"is a cross-layer transcoder, of which only rows are read; expected .* clamped in unit raw"
-    with pytest.raises(ConfigError, match=f"'clt@0' {refused}"):
-        features.run(Console(), str(tmp_path), config, "a text")
-    with pytest.raises(ConfigError, match=f"'clt@0' {refused}"):
-        calibrate.run(Console(), str(tmp_path), config, text)
-    with pytest.raises(ConfigError, match=f"'PLACE@0' {refused}"):
-        measure.run(Console(), str(tmp_path), place, text, max_tokens=9)
+    speaking(hf.Model(model, tokenizer=Tokenizer(), dictionaries=dict(config.dictionaries)), monkeypatch)
+    calibrate.run(Console(quiet=True), "any", config, text, max_tokens=300)
+    assets = Assets.open(config)
+    for layer, f in enumerate(features_of):
+        rows = [assets.rows.row(f"clt@{layer}", n, torch.float32) for n in range(FEATURES)]
+        largest = np.array([row.max_act for row in rows])
+        np.testing.assert_allclose(largest, f.max(0), rtol=1e-3, atol=1e-4)
+    features.run(Console(width=200), "any", config, "a text", backend="vllm")
+    said = capsys.readouterr().out
+    assert all(f"clt, at mlp_in.{layer}" in said for layer in range(LAYERS))
 
 
 def test_mistakes_are_one_sentence(text: Path, tmp_path: Path) -> None:

@@ -98,3 +98,24 @@ def test_what_it_cannot_do_is_refused(llm: Any) -> None:
         generate(llm, PROMPTS[:1], {"edits": [{"op": "reconstruct", "dictionary": "clt", "layer": FIRST}]})
     with pytest.raises(SpecError, match="with a higher --inline-rows"):
         generate(llm, PROMPTS[:1], {"edits": [of(FIRST, n, 1.0) for n in range(5)]})
+
+
+def test_named_features_are_read_and_watched(llm: Any, oracle: hf.Model) -> None:
+    """Their rows come with the request; two layers in one answer."""
+    from vllm import SamplingParams
+
+    whole, ids = {"scope": {"prompt": True}}, oracle.encode(LONG_PROMPT)
+    named = [{"dictionary": "clt", "layer": FIRST + at, "features": [9, 3], **whole} for at in (0, 2)]
+    values = oracle.activations(ids, "clt", layer=FIRST)[:, 9]
+    above = float(values[1:].max()) * 0.99
+    rule = {"op": "flag", "when": {"dictionary": "clt", "layer": FIRST, "feature": 9, "above": above}, **whole}
+    steer = {"return": {"features": named}, "edits": [rule]}
+    params = SamplingParams(temperature=0, max_tokens=1)
+    [output] = llm.generate([LONG_PROMPT], params, steer=steer, use_tqdm=False)
+    expected = oracle.read(ids, steer=steer)
+    assert output.saesteer["flags"] == expected["flags"] != []
+    for ours, theirs in zip(output.saesteer["features"], expected["features"], strict=True):
+        assert [row["position"] for row in ours["rows"]] == [row["position"] for row in theirs["rows"]]
+        for one, other in zip(ours["rows"], theirs["rows"], strict=True):
+            assert one["features"] == pytest.approx(other["features"], rel=1e-2 if CUDA else 1e-3, abs=1e-3)
+    assert any(row["features"]["9"] > 0.1 for row in expected["features"][0]["rows"])

@@ -62,24 +62,13 @@ def test_what_is_wrong_by_itself(op: str, field: str, code: str, fields: Any) ->
         (".when[1].dictionary", "unknown_name", [RISK, {"dictionary": "gs", "feature": 1, "above": 0}]),
         (".when.feature", "out_of_range", {"dictionary": "gs15", "feature": 100, "above": 0}),
         (".when.layer", "missing_field", {"dictionary": "set", "feature": 1, "above": 0}),
-        (".when.dictionary", "not_served", {"dictionary": "rows", "feature": 1, "above": 0}),
+        (".when.feature", "out_of_range", {"dictionary": "rows", "feature": 100, "above": 0}),
         (".when.dictionary", "not_served", {"dictionary": "unkept", "feature": 1, "above": 0}),
         (".when.probe", "not_served", {"probe": "early", "above": 0}),
     ],
 )
 def test_what_this_server_refuses(field: str, code: str, when: Any) -> None:
     assert refusal({"op": "stop", "when": when})[:2] == (AT + field, code)
-
-
-def test_a_dictionary_that_is_served_by_rows_cannot_be_watched() -> None:
-    """Nor by a rule in a module. The message says what would serve it."""
-    edit = {"op": "flag", "when": [RISK, {"dictionary": "rows", "feature": 1, "above": 0}]}
-    catalog = replace(CATALOG, modules={"watch": from_json({"edits": [edit]})})
-    for edits, at in (([edit], AT), ([{"op": "use", "module": "watch"}], f"{AT}.module.edits[0]")):
-        field, code, message = refusal(*edits, catalog=catalog)
-        assert (field, code) == (f"{at}.when[1].dictionary", "not_served")
-        assert "reads 'rows', which needs the whole dictionary" in message
-        assert "start it with --dictionary NAME=PLACE, without rows:" in message
 
 
 def test_what_a_rule_becomes() -> None:
