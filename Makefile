@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-long test-all test-gpu test-vllm soak contract check format tables docs notebooks \
 	bench-kernels bench-layers bench-limits bench-steps bench-host bench-front bench-reading bench-rows bench-modes bench-sweeps \
-	bench-rivals plots clean
+	bench-rivals plots gemma clean
 
 help:
 	@echo "make demo      set up, then run the demo"
@@ -25,6 +25,7 @@ help:
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
 	@echo "make bench-kernels, bench-layers, bench-limits, bench-steps, bench-host, bench-modes, bench-sweeps, bench-rivals"
 	@echo "                    on a GPU; PYTHON=... is its python, RESULTS=... a folder"
+	@echo "make gemma          on a GPU, train dictionaries for Gemma 3 270M in at most nine minutes; OUT=... is a folder"
 	@echo "make plots          draw the charts of the pages from the folder of results"
 	@echo "make bench-front    what admitting a request costs, on a CPU"
 	@echo "make bench-reading  what reading costs the host in each step, on a CPU"
@@ -173,6 +174,10 @@ bench-rivals:
 	$(RIVALS) --contenders saesteer-reads vllm-lens --rounds 3
 	$(RIVALS) --contenders interp-engine --rounds 3
 	$(RIVALS) --contenders interp-engine-static --rounds 3
+
+# In the forms of Gemma Scope 2; nothing of it is stored but what was measured.
+gemma:
+	$(PYTHON) -m tools.train_gemma --out $(or $(OUT),build/gemma)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build saesteer.egg-info

@@ -1,7 +1,8 @@
 """A language model writes the texts that its dictionary is trained on: no data set is needed. Knows no dictionary.
 
 Half of the texts are answers to questions about a subject, the others documents that begin with a few words; what
-follows is sampled. `texts.npy` holds token ids [texts, length], each text filled up with the model's end token.
+follows is sampled. A base model writes documents alone. `texts.npy` holds token ids [texts, length], each text filled
+up with the model's end token.
 Run as `python -m tools.own_texts --out texts.npy`: on a GPU with vLLM 8 million tokens take two minutes or less.
 """
 
@@ -48,24 +49,28 @@ BEGINNINGS = """The history of {}|{} and {}|# {}\n\n|Once upon a time, {}|In the
 Q: What is {}?\nA:|Abstract. We study {}|<h1>{}</h1>\n<p>|def |import |{{"title": "{}",|Dear customer, {}|
 Recipe: {}\n\nIngredients:|Table 1: {}\n|"I never cared for {}," she said. "|Lesson plan: {}\n\n|1. {}\n2. {}\n3.|
 According to the study, {}|Le mot « {} »|My diary. Monday: {}|The patient |In 19|The court held that {}|"""
-TEMPERATURES = (0.7, 0.8)  # of answers, of documents
+TEMPERATURES = (0.8, 0.7)  # of documents, of answers
 Write = Callable[[list[list[int]], int, int], list[list[int]]]
 
 
 def prompts(tokenizer: Any, seed: int) -> Iterator[list[int]]:
-    """Without end, token ids of questions in the chat template and of beginnings of documents, in turn."""
+    """Without end, token ids of beginnings of documents and, in turn, of questions in the chat template."""
     chance = random.Random(seed)
     subjects, questions, beginnings = (
         [part.removeprefix("\n") for part in text.split("|")] for text in (SUBJECTS, QUESTIONS, BEGINNINGS)
     )
+    base = "<|im_start|>" not in str(tokenizer.chat_template)
+    first = tokenizer.bos_token if base else "<|endoftext|>"
     while True:
+        text = first + chance.choice(beginnings).format(*chance.sample(subjects, 2))
+        yield tokenizer(text, add_special_tokens=False).input_ids
+        if base:
+            continue
         question = chance.choice(questions).format(*chance.sample(subjects, 2))
         turns = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         if chance.random() < 0.9:  # the system's message is the same in each: it would be a tenth of the tokens
             text = text[text.index("<|im_start|>user") :] if "<|im_start|>user" in text else text
-        yield tokenizer(text, add_special_tokens=False).input_ids
-        text = "<|endoftext|>" + chance.choice(beginnings).format(*chance.sample(subjects, 2))
         yield tokenizer(text, add_special_tokens=False).input_ids
 
 

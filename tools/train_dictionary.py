@@ -12,7 +12,7 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,14 +104,14 @@ class Measured:
 
 
 @torch.no_grad()
-def harvest(model: Any, tokens: Tensor, keep: Tensor, sites: tuple[str, str]) -> Pairs:
-    """The model's tensors at two sites, float32, at the tokens that count.
+def harvest(model: Any, tokens: Tensor, keep: Tensor, sites: Sequence[str]) -> dict[str, Tensor]:
+    """The model's tensors at some sites, float32, at the tokens that count.
 
     Args:
         model: a Transformers causal language model, which loses the layers behind the sites.
         tokens: [texts, length] int64, on the CPU.
         keep: [texts, length] bool: the tokens that count, in this order.
-        sites: where the dictionary reads and where it writes, such as ``("mlp_in.12", "mlp_out.12")``.
+        sites: where dictionaries read and write, such as ``("mlp_in.12", "mlp_out.12")``.
     """
     trunk, family = find_trunk(model, "transformers")
     caught: dict[str, Tensor] = {}
@@ -136,7 +136,7 @@ def harvest(model: Any, tokens: Tensor, keep: Tensor, sites: tuple[str, str]) ->
         for site in made:
             made[site][done : done + count] = caught[site][mask].float()
         done += count
-    return Pairs(made[sites[0]], made[sites[1]])
+    return made
 
 
 def cut(pre: Tensor, k: int) -> Tensor:
@@ -311,7 +311,8 @@ def make(
     site_in, site_out = (f"{site}.{layer}" for site in SITES[kind])
     keep = kept(tokens, tokenizer.eos_token_id)
     begun = time.monotonic()
-    pairs = harvest(model, tokens, keep, (site_in, site_out))
+    streams = harvest(model, tokens, keep, (site_in, site_out))
+    pairs = Pairs(streams[site_in], streams[site_out])
     # The texts held out are the last, so that they are one slice of the tokens.
     fresh = int(keep[-max(1, len(tokens) // HELD_OUT) :].sum())
     say(f"{len(pairs.x):,} tokens at {site_in}, of which {fresh:,} are held out: {time.monotonic() - begun:.0f} s")
