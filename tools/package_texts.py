@@ -15,7 +15,8 @@ import numpy as np
 
 from tools.own_texts import filled
 
-SUFFIXES = {".md", ".rst", ".txt", ".py", ".html", ".json"}
+SUFFIXES = {".md", ".rst", ".txt", ".py", ".html"}
+OF_CODE = 0.25  # of the .py files: packages have little else
 LARGEST = 1 << 20  # bytes of a file
 SHORTEST = 400  # characters of a text
 OF_A_FILE = 8  # texts at most, so that no file counts for much
@@ -28,6 +29,8 @@ def files(packages: list[Distribution], chance: random.Random) -> Iterator[str]:
     named = sorted(path for path in found if path.suffix in SUFFIXES or path.name in ("METADATA", "LICENSE"))
     chance.shuffle(named)
     for path in named:
+        if path.suffix == ".py" and chance.random() > OF_CODE:
+            continue
         try:
             if path.stat().st_size <= LARGEST:
                 yield path.read_text("utf-8")
