@@ -103,6 +103,8 @@ def later(info: CoderInfo) -> list[Tensor]:
     Raises:
         LoadError: the files cannot be read.
     """
+    if info.targets is None:
+        return []
     _, found = choose(fetch(info.source, again=True), info.site_in)
     return [*decoders(found, info, None)]
 
