@@ -90,6 +90,7 @@ class FakeParams:
     extra_args: dict[str, Any]
     stop: list[str] = field(default_factory=list)
     max_tokens: int | None = None
+    output_kind: Any = None
 
 
 @dataclass

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from vllm.sampling_params import RequestOutputKind
 
 from bench.asks import Shape
 from bench.dummy import MODELS
@@ -43,7 +44,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.engine.engine import Engine
 from saesteer.language.spec import from_json
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.results import forms, reads
+from saesteer.plugin.results import reads, sending
 from saesteer.plugin.worker.steering import Steering
 
 PARTS = ("admit", "worker", "anew", "scheduler", "front end", "end", "all")
@@ -78,9 +79,11 @@ class Host:
     Args:
         model: in ``bench.dummy.MODELS``.
         folder: for its files.
+        streams: whether answers come token by token.
     """
 
-    def __init__(self, model: str, folder: Path) -> None:
+    def __init__(self, model: str, folder: Path, *, streams: bool = False) -> None:
+        self.streams = streams
         self.shape = shape = Shape.of(model)
         wishes = settings(model, folder) | {"reads": [f"resid_post.{layer}" for layer in range(shape.layers)]}
         self.config = SaesteerConfig.from_json(wishes | {"max_results_mib": 1 << 14})
@@ -112,17 +115,18 @@ class Host:
         """The times of a batch that begins and ends together, by part; the first step of it is left out."""
         self.times.clear()
         names = [f"{case} {turn} {number}" for number in range(REQUESTS)]
-        states = {}
+        states, requests = {}, {}
         for name in names:
-            params: Any = FakeParams({})
+            params: Any = FakeParams({}, output_kind=None if self.streams else RequestOutputKind.FINAL_ONLY)
             params.max_tokens, params.n = STEPS + 1, 1
             request = FakeRequest(params, name)
             spec = from_json(CASES[case](self.shape))
             self.timed("admit", partial(self.door.admit, spec, self.engine.catalog, request))
             states[name] = params.saesteer_report.of_choice()
+            requests[name] = SimpleNamespace(sampling_params=params)
             self.steering.add(request)
         self.steering.look(names, REQUESTS)
-        scheduler = SimpleNamespace(requests=states, has_unfinished_requests=lambda: False)
+        scheduler = SimpleNamespace(requests=requests, has_unfinished_requests=lambda: False)
         for step in range(STEPS):
             self._positions[:] = PROMPT + step
             begin = time.process_time_ns()
@@ -159,8 +163,8 @@ class Host:
 
     def _receive(self, states: dict[str, Any], outputs: list[Any]) -> None:
         for one in outputs:
-            if one.kv_transfer_params:
-                states[one.request_id].add(one.kv_transfer_params[forms.READ])
+            for _, blobs in sending.carried(one):
+                states[one.request_id].add(blobs)
 
 
 def _send(scheduler: Any, outputs: Any, brought: Any) -> None:
@@ -174,12 +178,13 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="gemma-3-4b")
     parser.add_argument("--turns", type=int, default=5, help="batches of each case, the cases in turn")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--streams", action="store_true", help="answers come token by token, not whole")
     parser.add_argument("--out", type=Path, help="folder of the JSON lines; nothing is written without it")
     parser.add_argument("--commit", default="", help="that is measured, where git cannot tell")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        host = Host(options.model, Path(folder))
+        host = Host(options.model, Path(folder), streams=options.streams)
     found: dict[str, dict[str, list[float]]] = {case: defaultdict(list) for case in options.cases}
     for turn in range(1 + options.turns):
         for case in options.cases:
@@ -190,7 +195,7 @@ def main() -> int:
     wire = []
     for case, parts in found.items():
         print(f"{case:24}" + "".join(f"{statistics.median(parts[part]):12.1f}" for part in PARTS))
-        row = {"case": case, "requests": REQUESTS, "steps": STEPS, "turns": options.turns}
+        row = {"case": case, "requests": REQUESTS, "steps": STEPS, "turns": options.turns, "streams": options.streams}
         for part in PARTS:
             us, low, high = (round(value, 1) for value in spread(parts[part]))
             row[part] = {"us": us, "p20": low, "p80": high}

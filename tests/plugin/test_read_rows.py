@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from saesteer.engine.readouts import Reading
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Window
+from saesteer.plugin.results import reads, sending
 from tests.plugin.blobs import SITE, blob, inside, numbers, of_kind, readout, row, strongest
 from tests.spec.scopes import windows
 
@@ -332,3 +333,20 @@ def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
     assert numbered(joined) == numbered(apart)
     half = len(store) // 2
     assert sorted(map(repr, store[:half])) == sorted(map(repr, store[half:]))
+
+
+def test_rows_wait_for_the_end_of_an_answer_that_comes_whole() -> None:
+    """Each output that carries something costs both processes; many pieces go before, so no output has too much."""
+    asked = {name: {"saesteer": {"whole": name == "whole"}} for name in ("whole", "streamed")}
+    params = {name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra)) for name, extra in asked.items()}
+    scheduler: Any = SimpleNamespace(requests=params)
+    found: dict[str, list[int]] = {name: [] for name in asked}
+    for step in range(reads.MOST + 3):
+        ends = "length" if step == reads.MOST + 2 else None
+        outputs = [SimpleNamespace(request_id=name, kv_transfer_params=None, finish_reason=ends) for name in asked]
+        made = {name: [[0, [[step, step + 1]], b"x"]] for name in asked}
+        brought: Any = SimpleNamespace(blobs=lambda *_: made, told=dict, owed=lambda _: {})  # noqa: B023
+        assert reads.send(scheduler, {0: SimpleNamespace(outputs=outputs)}, brought, frozenset()) == {}
+        for output in outputs:
+            found[output.request_id] += [len(blobs) for _, blobs in sending.carried(output)]
+    assert found == {"whole": [reads.MOST, 3], "streamed": [1] * (reads.MOST + 3)}

@@ -12,6 +12,8 @@ from threading import Lock
 from typing import Any, NoReturn
 from uuid import uuid4
 
+from vllm.sampling_params import RequestOutputKind
+
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
@@ -37,7 +39,7 @@ from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, border_of
 from saesteer.plugin.results.consuming import Wanted
-from saesteer.plugin.results.forms import RULES, sent
+from saesteer.plugin.results.forms import RULES, WHOLE, sent
 from saesteer.plugin.results.kept import Results, Room, kept_here
 from saesteer.plugin.results.report import Report
 from saesteer.plugin.results.spools import Layout, Spool
@@ -182,7 +184,9 @@ class Door:
             watches=bool(meaning.rules),
             border=partial(border_of, self._vllm_config, told, ids) if told and (reads_part or border) else None,
         )
-        params.extra_args = {**(params.extra_args or {}), KEY: meaning.admitted}
+        kind = getattr(params, "output_kind", None)
+        whole = wanted is None and kind == RequestOutputKind.FINAL_ONLY and not params.stop
+        params.extra_args = {**(params.extra_args or {}), KEY: {**meaning.admitted, WHOLE: whole}}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
         if any(isinstance(room, Spool) for room in rooms) and not spec.returns.consumers and (params.n or 1) == 1:
             params.extra_args[SPOOLS] = address(_files(meaning.readouts, rooms))

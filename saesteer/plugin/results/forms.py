@@ -22,6 +22,7 @@ COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the period i
 # Kinds of the records that an output carries.
 COUNTED, READ, FIRED = "counted", "read", "fired"
 FAILED = "failed"  # the word of a failed request
+WHOLE = "whole"  # next to the plan: the rows of a request may wait for its end
 RULES = f"{KEY}_rules"  # next to the spec in extra_args, from the front end to the scheduler
 
 

@@ -1,9 +1,10 @@
 """What requests read, on its way through the scheduler. Knows processes, and neither rows nor their form.
 
 worker     the snapshot of each step carries what was read of it (engine/readouts.py)
-scheduler  a request's next output carries what was read for it since its last one, in kv_transfer_params; positions
-           whose rows are in a file come with an output that may be its last, since nothing is told of them before,
-           and the last one waits until they are written, while others' steps go on
+scheduler  a request's next output carries what was read for it since its last one, in kv_transfer_params. Where
+           nobody looks at the answer before its end, many pieces go together: each output that carries something
+           costs both processes. Positions whose rows are in a file come with an output that may be the last, which
+           waits until they are written, while others' steps go on
 front end  planning/answers.py puts the rows together
 streams    each event says what is new (unsent.py)
 """
@@ -12,12 +13,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from saesteer.config.config import KEY
 from saesteer.engine.brought import Blob, Brought
 from saesteer.engine.filer import Span, join
 from saesteer.engine.writer import Owed
 from saesteer.plugin.results import sending
-from saesteer.plugin.results.forms import READ
+from saesteer.plugin.results.forms import READ, WHOLE
 from saesteer.plugin.wrap import Original, around
+
+MOST = 128  # pieces of rows that wait for a request's end, so that its last output has no more than others
 
 
 def send(
@@ -62,12 +66,19 @@ def send(
     made = {one.request_id: one for one in sending.of(outputs)} if waiting else {}
     for name in [*waiting]:
         if name in made:
+            if name not in ended and len(waiting[name]) < MOST and _is_whole(scheduler.requests.get(name)):
+                continue
             sending.carry(made[name], READ, waiting.pop(name))
         elif name not in scheduler.requests:  # it has ended, or was aborted
             del waiting[name]
     for name in [name for name in filed if name not in scheduler.requests]:
         del filed[name]
     return owed
+
+
+def _is_whole(request: Any) -> bool:
+    """Whether nobody needs a request's rows before its end."""
+    return request is not None and bool(request.sampling_params.extra_args[KEY].get(WHOLE))
 
 
 class _Held(NamedTuple):
