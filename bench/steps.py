@@ -308,11 +308,6 @@ def main(words: Sequence[str] | None = None) -> int:
         if other is not None and other.wait():
             raise SystemExit("stock vLLM failed, see above")
         theirs = None if other is None else Counter[str](json.loads(said.read_text()))
-    rows: list[Row] = []
-    for seed, (requests, prompt, name) in enumerate(product(given.requests, given.prompt_tokens, given.modes), 1):
-        rows += meter.rows(name, requests, prompt, seed, rounds=given.rounds, pairs=given.pairs)
-    print(f"\n{given.model}: a step without ops, and what the ops at so many sites add")
-    print(table(rows))
     held = meter.kernels(given.requests[0])
     sets = meter.sets(held)
     print(f"\nsets of graphs, kernels in a step of {given.requests[0]} requests", sets_table(sets), sep="\n")
@@ -320,13 +315,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if theirs is not None and unlike is not None:
         print(f"stock vLLM has {theirs.total()} kernels; those without ops differ in {len(unlike)}", *unlike, sep="\n")
     about = machine(given.commit) | {"vllm": vllm_version(), "model": given.model}
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        name = "steps_read.jsonl" if reads(given.modes) else "steps.jsonl"  # ops that keep tensors take longer
-        with (given.out / name).open("a") as file:
-            for row in rows:
-                nodes = {"base_kernels": sets[0]["kernels"], "unlike_stock": unlike}
-                file.write(json.dumps({**about, **row, **sets[row["set"]], **nodes}) + "\n")
+    about |= {"base_kernels": sets[0]["kernels"], "unlike_stock": unlike}
+    file = None if given.out is None else given.out / ("steps_read.jsonl" if reads(given.modes) else "steps.jsonl")
+    rows: list[Row] = []
+    for seed, (requests, prompt, name) in enumerate(product(given.requests, given.prompt_tokens, given.modes), 1):
+        found = meter.rows(name, requests, prompt, seed, rounds=given.rounds, pairs=given.pairs)
+        if file is not None:  # at once: a run that is cut short keeps what it has measured
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as lines:
+                lines.writelines(json.dumps({**about, **row, **sets[row["set"]]}) + "\n" for row in found)
+        rows += found
+    print(f"\n{given.model}: a step without ops, and what the ops at so many sites add")
+    print(table(rows))
     return 1 if unlike else 0
 
 
