@@ -43,7 +43,9 @@ def demo(verbose: Verbose = False) -> None:
 @app.command()
 def inspect(
     place: Place,
-    measure: Annotated[bool, typer.Option("--measure", help="Also measure L0 and FVU on a model and a text.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure L0, FVU and loss recovered on a model and a text.")
+    ] = False,
     model: Model = "demo",
     text_file: Annotated[Path | None, typer.Option(help="Text for --measure, in UTF-8.")] = None,
     max_tokens: MaxTokens = 10_000,

@@ -1,7 +1,8 @@
-"""`saesteer inspect --measure`: how well a dictionary fits its model on a text: L0 and FVU. Does not know vLLM.
+"""`saesteer inspect --measure`: how well a dictionary fits its model on a text. Does not know vLLM.
 
     L0   active features of a token, on average
     FVU  sum |y - y_hat|^2 / sum |y - mean(y)|^2: the fraction of the variance that the reconstruction leaves
+    loss recovered  (loss with 0 for y - loss with y_hat) / (loss with 0 for y - loss), cross-entropies
 
 y is what the dictionary writes to, without each token's mean where the dictionary reads that, or what a transcoder's
 MLP adds. A dictionary at a wrong site, of a wrong model or read in a wrong orientation has another L0 than its files
@@ -9,7 +10,7 @@ say, and an FVU near 1 or above.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model
@@ -27,10 +29,11 @@ from saesteer.config.assets import Assets
 from saesteer.config.settings import read_settings
 from saesteer.dictionaries.coder import SparseCoder, inputs
 from saesteer.errors import ConfigError
-from saesteer.language.sites import canonical
+from saesteer.language.sites import canonical, parse
 from saesteer.loaders import later
+from saesteer.models.families import find_trunk
 from saesteer.workbench.reads import read_text, windows_of
-from saesteer.workbench.windows import blocks, need_tokens
+from saesteer.workbench.windows import blocks, first_counted, need_tokens
 
 _NAME = "PLACE"
 
@@ -44,6 +47,7 @@ class Figures:
     left: float = 0.0  # sum |y - y_hat|^2
     squares: float = 0.0  # sum |y|^2
     total: Tensor | float = 0.0  # sum y [d_out]
+    recovered: float | None = None  # of the loss
 
     @property
     def l0(self) -> float:
@@ -98,13 +102,19 @@ def run(console: Console, model: str, place: str, file: Path | None, *, max_toke
     check(folder, config)
     written = sorted({info.written for info in assets.infos.values()})
     oracle = load_model(folder, config.dictionaries, written)
-    found = measure(oracle, oracle.layers_of(_NAME), windows_of(oracle, text, max_tokens), console)
-    table = Table("dictionary", "tokens", "L0", "published", "FVU", box=box.ROUNDED)
+    windows = windows_of(oracle, text, max_tokens)
+    found = measure(oracle, oracle.layers_of(_NAME), windows, console)
+    table = Table("dictionary", "tokens", "L0", "published", "FVU", "loss recovered", box=box.ROUNDED)
     for layer, figures in found.items():
         info = oracle.info(_NAME, layer)
         l0 = "-" if info.l0 is None else f"{info.l0:g}"
         fvu = f"{figures.fvu:.3f}" if info.can_reconstruct or info.targets else "-"
-        table.add_row(str(info.site_in), f"{figures.tokens:,}", f"{figures.l0:.1f}", l0, fvu)
+        if info.can_reconstruct:
+            figures.recovered = loss_recovered(
+                oracle, layer, track(windows, "Reading", console=console, transient=True)
+            )
+        recovered = "-" if figures.recovered is None else f"{figures.recovered:.3f}"
+        table.add_row(str(info.site_in), f"{figures.tokens:,}", f"{figures.l0:.1f}", l0, fvu, recovered)
     console.print(table)
     return {str(oracle.info(_NAME, layer).site_in): figures for layer, figures in found.items()}
 
@@ -141,3 +151,37 @@ def measure(
             for site, one in zip(info.writes[1:], added, strict=True):
                 across[canonical(site)] = across[canonical(site)] + one
     return found
+
+
+def loss_recovered(oracle: Any, layer: int | None, windows: Iterable[Sequence[int]]) -> float:
+    """The fraction of the model's loss that the reconstruction recovers, beside zeros in its place.
+
+    Args:
+        oracle: as for ``measure``.
+        layer: of a set.
+        windows: token ids; the first positions of each stay as they are.
+    """
+    info = oracle.info(_NAME, layer)
+    first, which = first_counted(info), {} if layer is None else {"layer": layer}
+    spec = {"op": "reconstruct", "dictionary": _NAME, **which}
+    trunk, family = find_trunk(oracle.model, "transformers")
+    module, side = family.find(trunk, "transformers", *parse(info.written))
+
+    def loss(window: Sequence[int], steer: Any = None) -> float:
+        logits = oracle.logits(window, steer=steer)[first:-1]
+        return float(cross_entropy(logits, torch.tensor(window[first + 1 :], device=logits.device), reduction="sum"))
+
+    def zero(_: Any, *passed: Any) -> Any:
+        whole = passed[-1]  # a module's arguments, or what it returns
+        found = (whole[0] if isinstance(whole, tuple) else whole).clone()
+        found[:, first:] = 0
+        return (found, *whole[1:]) if isinstance(whole, tuple) else found
+
+    plain = steered = without = 0.0
+    for window in windows:
+        plain += loss(window)
+        steered += loss(window, spec)
+        hook = module.register_forward_pre_hook(zero) if side == "in" else module.register_forward_hook(zero)
+        without += loss(window)
+        hook.remove()
+    return (without - steered) / (without - plain)

@@ -104,6 +104,41 @@ def truth(model: Any, windows: list[list[int]], modules: tuple[Any, Any], file: 
     return (f > 0).sum(1).mean(), left / ((y - y.mean(0)) ** 2).sum()
 
 
+def recovered(model: Any, windows: list[list[int]], modules: tuple[Any, Any], file: Path, site: str) -> float:
+    """By hooks of the test's own that put the reconstruction, or zeros, in the place of what is written."""
+    coder, read = load(file), list[Any]()
+
+    def put(value: Any) -> Any:
+        def hook(_m: Any, args: Any, out: Any) -> Any:
+            made = out.clone()
+            made[0, 3:] = value(read[-1] if modules[0] is not modules[1] else out[0])[3:]
+            return made
+
+        return hook
+
+    def decoded(x: Any) -> Any:
+        return coder.decode(
+            coder.encode(x * (x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True)) if "pregain" in site else x)
+        )
+
+    def loss() -> float:
+        with torch.no_grad():
+            made = [model(torch.tensor([window])).logits[0, 3:-1].log_softmax(-1) for window in windows]
+        return -float(sum(one.gather(1, torch.tensor(w)[4:, None]).sum() for one, w in zip(made, windows, strict=True)))
+
+    keep = modules[0].register_forward_hook(
+        lambda _m, args, out: read.append((args[0] if "pregain" in site else out)[0])
+    )
+    losses = [loss()]
+    for value in (decoded, torch.zeros_like):
+        handle = modules[1].register_forward_hook(put(value))
+        losses.append(loss())
+        handle.remove()
+    keep.remove()
+    plain, steered, without = losses
+    return (without - steered) / (without - plain)
+
+
 @pytest.mark.parametrize(
     ("site", "ends"),
     [
@@ -123,6 +158,10 @@ def test_figures_are_those_of_the_definition(
     assert figures.tokens == sum(len(window) - 3 for window in loaded)
     assert figures.l0 == pytest.approx(l0, rel=1e-3)
     assert figures.fvu == pytest.approx(fvu, rel=1e-4)
+    windows_ = [window for window in loaded if len(window) > 4]
+    assert figures.recovered == pytest.approx(
+        recovered(model, windows_, ends(model.model.layers), file, site), rel=1e-2
+    )
 
 
 def test_calibrate_and_features_take_every_dictionary_of_a_set(
