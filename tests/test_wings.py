@@ -11,8 +11,8 @@ import pytest
 
 from tools.house import ROOT, WINGS, files, wing_of
 
-# They serve vLLM's app, read the command's flags, and open consumers.
-CHECKED = ("test_openapi.py", "test_memory_guard.py", "test_options.py")
+# They serve vLLM's app, with and without steering, and read the command's flags.
+CHECKED = ("test_memory_guard.py", "test_options.py", "test_routes.py")
 # Imports vLLM once, for the check of every wing.
 PROGRAM = """
 import importlib, os, sys

@@ -154,9 +154,9 @@ def main() -> None:
     back = [f"saesteer/{room}/{name}.py".replace("/.py", "") for room, names in BACK.items() for name in names]
     # Each with its bound: what stands today, or the aim where that is met.
     figures = (
-        ("code tokens", tokens(), 268_000),
-        ("lines of the way back", lines(one for one in files() if is_in(one, back)), 5_700),
-        ("lines that the worker imports", lines(worker), 21_800),
+        ("code tokens", tokens(), 270_000),
+        ("lines of the way back", lines(one for one in files() if is_in(one, back)), 5_900),
+        ("lines that the worker imports", lines(worker), 22_100),
         ("modules of the front end and wings among them", len(foreign), 0),
         ("imports of wings in the core", len(wrong), 0),
         ("circles inside rooms", len(circles()), 0),
