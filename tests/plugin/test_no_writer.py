@@ -26,7 +26,7 @@ def ask(client: httpx.Client, **more: Any) -> httpx.Response:
 def test_its_end_ends_the_requests_that_wait_for_it_alone(
     model_dir: str, dictionaries: Dictionaries, tmp_path: Path
 ) -> None:
-    with served(flags_of(model_dir, dictionaries, tmp_path), tmp_path / "log") as client:
+    with served(flags_of(model_dir, dictionaries, tmp_path), tmp_path / "log", fork=False) as client:
         kept = ask(client, saesteer=READ).json()
         [entry] = kept["saesteer"]["activations"]
         plain = ask(client, max_tokens=300).json()["choices"][0]["text"]
