@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from saesteer.commands.embedded import DEMO, MODELS, ensure_model
-from saesteer.engine import spool
+from saesteer.engine import writer
 from saesteer.errors import ConfigError, SaesteerError
 
 RUN = "print('SAESTEER IMPORTED FROM HERE'); raise SystemExit('imported from the current directory')"
@@ -91,7 +91,7 @@ def test_the_process_that_writes_is_not_handed_the_folder(standing: Path, monkey
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: given.update(more, command=command))
     monkeypatch.setattr(os, "close", lambda _: None)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    spool.begin(0, 0)
+    writer._begin(0, 0)
     assert given["command"][:2] == [sys.executable, "-P"]
     paths = given["env"]["PYTHONPATH"].split(os.pathsep)
-    assert "" not in paths and str(standing) not in paths and str(Path(spool.__file__).parents[2]) in paths
+    assert "" not in paths and str(standing) not in paths and str(Path(writer.__file__).parents[2]) in paths
