@@ -22,7 +22,9 @@ class DictionaryEntry(BaseModel):
     dictionary: str = Field(description="Its name, as in a request.")
     layers: list[int] | None = Field(description="Of a set: its layers, one of which a request names.")
     site: str | None = Field(description="Where it reads; of a set, that of its first layer; null: its file is unfit.")
-    readable: bool = Field(description="Whether `return.features` may read it; one that stays in its file is not.")
+    readable: bool = Field(
+        description="Whether `return.features` may read its strongest features, not only named ones."
+    )
 
 
 class DictionaryList(BaseModel):
