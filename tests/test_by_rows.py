@@ -1,11 +1,8 @@
 """Dictionaries that stay in their files: the same edits as with the whole, what is refused, and files that change."""
 
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
-from threading import current_thread
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,6 @@ from hypothesis import strategies as st
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
-from saesteer.consumers.known import Consumers
 from saesteer.dictionaries.coder import RANKED
 from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
@@ -171,27 +167,3 @@ def test_equal_rows_share_prefixes_only_if_they_read_alike(tmp_path: Path) -> No
     assert keys("plain") == keys("again")
     for first, second in (("plain", "length"), ("resid_mid", "mlp_in_pregain")):
         assert all(one != other for one, other in zip(keys(first), keys(second), strict=True))
-
-
-def test_rows_are_read_in_a_thread_before_a_request_is_planned(folder: Path, by_rows: Engine) -> None:
-    from saesteer.plugin.door import frontend
-
-    assets, threads = assets_of(folder), []
-    catalog = replace(by_rows.catalog, default="calm")
-
-    class Telling(Fetching):
-        def prepare(self, spec: Any, catalog: Any) -> None:
-            threads.append(current_thread())
-            super().prepare(spec, catalog)
-
-    async def original(self: Any, request_id: str, prompt: Any, params: Any) -> str:
-        return "a queue"
-
-    door = SimpleNamespace(fetching=Telling(assets.rows, torch.float32), consumers=Consumers({}))
-    processor = SimpleNamespace(saesteer_door=door, saesteer_names=SimpleNamespace(catalog=catalog))
-    params = SimpleNamespace(extra_args={"saesteer": {"edits": [{**CLAMP, "feature": 9}]}})
-    asked = frontend._asking_ahead(original)(SimpleNamespace(input_processor=processor), "r", {}, params)
-    assert asyncio.run(asked) == "a queue"
-    assert threads != [current_thread()]
-    known = {(name, feature) for name, feature, *_ in assets.rows._rows}
-    assert known == {("rect", 9), ("rect", 2)}  # the default module has the other one

@@ -187,6 +187,13 @@ def test_the_board_asks_for_what_is_exported() -> None:
     assert {name for name in wanted if name.startswith("vllm:")} <= set(vllm_series())
 
 
+def test_the_boards_queries_are_queries() -> None:
+    parser = pytest.importorskip("promql_parser", reason="pip install '.[dev]' installs it")
+    for panel in PANELS:
+        for target in panel["targets"]:
+            parser.parse(target["expr"].replace("$__rate_interval", "1m"))
+
+
 def test_the_values_of_the_production_stack() -> None:
     values = read("production-stack.yaml")
     [model] = values["servingEngineSpec"]["modelSpec"]

@@ -59,22 +59,6 @@ def test_reductions(model: hf.Model, reduce: str) -> None:
     torch.testing.assert_close(difference, (2.0 * expected).expand_as(difference), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["jump", "top"])
-def test_features(model: hf.Model, name: str) -> None:
-    wanted = [{"dictionary": name, "top_k": 3, "features": [7, 2]}]
-    [entry] = model.read(IDS, steer={"return": {"features": wanted}}, prompt_len=4)["features"]
-    assert (entry["dictionary"], entry["site"]) == (name, SITE)
-    assert [row["position"] for row in entry["rows"]] == [*range(4, len(IDS))], "the last one is an input here, too"
-    found = model.activations(IDS, name)
-    for row in entry["rows"]:
-        here = found[row["position"]]
-        values, features = here.topk(3)
-        expected = [[int(one), float(value)] for one, value in zip(features, values, strict=True) if value > 0]
-        assert [one for one, _ in row["top"]] == [one for one, _ in expected]
-        assert [value for _, value in row["top"]] == pytest.approx([value for _, value in expected], abs=1e-5)
-        assert row["features"] == pytest.approx({"7": float(here[7]), "2": float(here[2])}, abs=1e-5)
-
-
 FEW = [{"scope": {}, "features": [900, 7]}, {"scope": {}, "top_k": 2}, {"scope": {}, "features": [7], "top_k": 2}]
 
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from saesteer import clamp, describe, hf, load
+from saesteer import clamp, hf
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.origins import fit
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.spec import from_json
-from saesteer.loaders.formats import own
-from saesteer.loaders.neuronpedia import sources_at
 from saesteer.planning.applied import applied
 from saesteer.planning.plan import Catalog
 from saesteer.planning.planner import plan
@@ -61,26 +59,6 @@ def saelens(folder: Path, model: str | None = "gemma-2-2b", **more: Any) -> Path
 def catalog(place: Path | str, served: str | None, name: str = "d", **options: Any) -> Catalog:
     told = {"dictionaries": {name: str(place)}, **options}
     return Assets.open(SaesteerConfig.from_json(told)).catalog(width=writers.D, layers=30, model=served)
-
-
-def test_files_say_model_and_address(tmp_path: Path) -> None:
-    place = saelens(tmp_path / "a", neuronpedia_id=ADDRESS)
-    info = describe(place)
-    assert (info.model, info.addresses) == ("gemma-2-2b", (ADDRESS,)) == (load(place).info.model, info.addresses)
-    own.write(tmp_path / "copy.safetensors", load(place))
-    assert describe(tmp_path / "copy.safetensors").addresses == (ADDRESS,)
-    for odd in (None, 3, "no address", {"a": 1}):
-        assert describe(saelens(tmp_path / "b", neuronpedia_id=odd)).addresses == ()
-
-
-def test_a_place_on_the_hub_says_its_addresses() -> None:
-    place = "google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71"
-    cached = f"/x/hub/models--google--gemma-scope-2b-pt-res/snapshots/fd571b/{place.partition('res/')[2]}"
-    for one in (place, f"{place}/params.npz", cached, f"{cached}/params.npz", f"np:{ADDRESS}"):
-        assert [found.address for found in sources_at(one)] == [ADDRESS], one
-    assert sources_at("/data/layer_20") == sources_at("org/repo") == []
-    twice = "google/gemma-scope-2b-pt-res/layer_5/width_1m/average_l0_114"
-    assert len(sources_at(twice)) == 2
 
 
 def test_an_address_names_a_loaded_dictionary(tmp_path: Path) -> None:

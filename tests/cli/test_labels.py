@@ -3,9 +3,6 @@
 import gzip
 import json
 import shutil
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +22,7 @@ from saesteer.loaders.rows import open_rows
 from saesteer.workbench import convert, find, label, windows
 from saesteer.workbench.effects import Answers, effects
 from saesteer.workbench.effects import run as effects_of
-from tests.cli.commands import ENVIRONMENT, mistake, saesteer
+from tests.cli.commands import mistake, saesteer
 from tests.cli.stand_ins import Oracle, small
 
 TEXT = "\n\nold bridge by sea\n" * 30
@@ -290,40 +287,6 @@ def test_known_features_are_among_the_first_three(word: str, feature: int) -> No
     assert {one["dictionary"] for one in found} == set(DICTIONARIES)
     assert {one["query"] for one in found} == {word} and all(one["score"] > 0 for one in found)
     assert f"{feature} " in saesteer("find", word, "--limit", "3").stdout
-
-
-@pytest.mark.parametrize("words", [["--feature", "3497"], ["golden gate bridge", "--limit", "3"]], ids=["one", "words"])
-def test_max_act_is_what_the_unit_multiplies_by(words: list[str]) -> None:
-    """The labels' own number is another, as they come from another text."""
-    done = saesteer("find", *words, "--json")
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["dictionary"] for one in found} == DICTIONARIES.keys()
-    for one in found:
-        values = load(DICTIONARIES[one["dictionary"]]).max_act
-        assert values is not None
-        assert (one["max_act"], one["max_act_by"]) == (values[one["feature"]].item(), "file")
-        with Labels.open(Path(f"{DICTIONARIES[one['dictionary']]}.labels")) as labels:
-            seen = labels.feature(one["feature"])
-        assert seen is not None and seen.max_act != one["max_act"]
-    shown = saesteer("find", "--feature", "3497").stdout
-    assert "max_act 5.65" in shown and "max_act 4.5" not in shown
-
-
-def test_a_search_is_quick_and_loads_no_torch() -> None:
-    code = "import sys; from saesteer.commands.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "find", "golden gate"],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    start = time.monotonic()
-    for file in DICTIONARIES.values():
-        with Labels.open(file.with_name(f"{file.name}.labels")) as labels:
-            assert labels.find("golden gate bridge over the ocean", 100)
-    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize("name", DICTIONARIES)

@@ -16,13 +16,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from saesteer.commands.embedded import BRIDGE, DEMO_SAE, DEMO_TRANSCODER, FRENCH, GOLD, MLP_FEATURE, OCEAN, ensure_model
-from saesteer.config.assets import Assets
+from saesteer.commands.embedded import BRIDGE, DEMO_SAE, FRENCH, GOLD, OCEAN, ensure_model
 from saesteer.config.settings import read_settings
 from saesteer.errors import ConfigError
-from saesteer.language.spec import from_json
 from saesteer.loaders import load
-from saesteer.planning.planner import plan
 from saesteer.plugin.job import Batch, Completion
 from saesteer.workbench import evidence, prove, reading, trials
 from saesteer.workbench.trials import ARMS, CLAMP, DOSES, FLIPPED, NOISE, Key, Subject
@@ -217,21 +214,6 @@ def test_a_dictionary_without_labels_is_refused(tmp_path: Path) -> None:
     (tmp_path / DEMO_SAE.name).symlink_to(DEMO_SAE)
     with pytest.raises(ConfigError, match="has no labels; `saesteer label` makes them"):
         prove.run(Console(quiet=True), "demo", read_settings([f"mine={tmp_path / DEMO_SAE.name}"]), [BRIDGE])
-
-
-@pytest.mark.parametrize(
-    ("file", "feature"), [(DEMO_SAE, BRIDGE), (DEMO_TRANSCODER, MLP_FEATURE)], ids=["sae", "transcoder"]
-)
-def test_a_server_of_the_dictionary_takes_every_request(file: Path, feature: int) -> None:
-    config = read_settings([f"mine={file}"])
-    known = prove.Known.open(str(ensure_model()), config)
-    one = known.subject(feature)
-    catalog = Assets.open(config).catalog(width=576, layers=30, other_widths={})
-    for key, spec in [*trials.plain(1), *trials.clamps(one, 2), *trials.controls(one, 2, 0), trials.score(one)]:
-        done = plan(from_json(spec), catalog, 9)
-        assert len(done.readouts) == 1 + (key.arm == CLAMP and one.factor is not None)
-        assert bool(done.groups) == (key.arm != trials.PLAIN)
-    known.labels.close()
 
 
 @pytest.mark.slow

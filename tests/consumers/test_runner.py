@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saesteer.consumers import Consumer, Request, Rows, register
+from saesteer.consumers import Consumer, Request, Rows
 from saesteer.consumers.consumer import ConsumerError
 from saesteer.consumers.known import Consumers
 from saesteer.consumers.runner import MAX_RESULT, Policy, Runner, Ticket
@@ -227,17 +227,6 @@ def test_what_a_check_raises_is_a_refusal(parameters: dict[str, Any], field: str
 def test_wrong_settings_stop_the_start(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Consumers.open(settings)
-
-
-def test_who_gets_what_is_captured(tmp_path: Any) -> None:
-    register("recording", Recording)
-    made = Consumers.open({"logging": {}, "recording": {"all": True, "wait_ms": 5}}, str(tmp_path / "rows"))
-    assert [*made.named] == ["logging", "recording"]
-    assert [one.name for one in made.capturing] == ["recording", "capture"]
-    assert made.named["recording"].policy == Policy(wait=0.005, all=True)
-    made.close()
-    consumer = made.named["recording"].consumer
-    assert isinstance(consumer, Recording) and consumer.closed == 1
 
 
 def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from saesteer.kernels.edit.configs import EditConfig, configs
 from saesteer.kernels.layout import BARE, NORMED, PAIR
 from saesteer.kernels.reference import rms_norm_ref
 from tests.kernels.calls import FORMS
-from tests.kernels.exact import NOTHING, WIDTH, Run, edit
+from tests.kernels.exact import NOTHING, Run, edit
 from tests.kernels.harness import EPS, GPU, OFFSET, SPANS, TILED, TOKEN, Case, Path, State, a_world, bits, check
 from tests.kernels.requests import Wish
 from tests.kernels.shapes import DRAWN, SHAPES, Shape
@@ -130,16 +130,6 @@ def test_only_edited_tokens_are_measured(run: Run) -> None:
     assert out.stream[edited, 0].tolist() == [pytest.approx(1 + 0.25 * 2**0.5, rel=ROUND)] * 2
     assert out.stream[[0, 1, 2, 4]].tolist() == x[[0, 1, 2, 4]].tolist()
     assert doses(out) == (pytest.approx(0.5**0.5, rel=ROUND), pytest.approx(2**0.5, rel=ROUND), 2, 2)
-
-
-def test_a_stream_of_zeros(run: Run) -> None:
-    """It is as long as 1e-12, so that its dose is a number, and a limit leaves next to nothing of the edit."""
-    zeros = torch.zeros(1, WIDTH)
-    out = run(zeros, [[Entry(0, shift=2.0)]], limit=0.0)
-    assert doses(out) == (pytest.approx(2e12, rel=ROUND),) * 2 + (1, 0)
-    out = run(zeros, [[Entry(0, shift=2.0)]], limit=0.5)
-    assert out.stream[0].tolist() == [pytest.approx(5e-13, rel=ROUND), *[0.0] * 7]
-    assert doses(out)[2:] == (1, 1)
 
 
 @pytest.mark.parametrize("form", [NORMED, PAIR], ids=["normed", "pair"])

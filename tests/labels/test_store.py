@@ -10,7 +10,7 @@ import pytest
 
 from saesteer.errors import LoadError
 from saesteer.labels import store, writing
-from saesteer.labels.store import About, Dose, Effect, Entry, Example, Labels, Spot, Written
+from saesteer.labels.store import About, Entry, Example, Labels, Spot
 
 TEXTS = ['The old bridge\nover the bay, and Bridges of "gold".', "In the ocean there are whales; the oceans are wide."]
 ABOUT = About("digest", 8, "2 texts", "some/model", 20)
@@ -204,30 +204,6 @@ def test_no_bytes_crash_it(file: Path) -> None:
                 labels.feature(3)
         except LoadError:
             pass
-
-
-def test_effects_are_kept_and_replaced(file: Path) -> None:
-    writing.keep(file, [Effect(3, 3.0, (Written("spans", 1.5, 75), Written("golden", 2.0, 50))), Effect(5, None)])
-    writing.keep(file, [Effect(5, None, (Written("oceans", 2.0, 100),)), Effect(7, 4.0)], [("oceen", "golden")])
-    writing.keep(file, [], [("lagoon", "ocean"), ("spans", "ocean")])
-    writing.keep(file, [])
-    with Labels.open(file, dictionary="digest") as labels:
-        writes, silent, other = (labels.feature(number) for number in (3, 7, 5))
-        assert writes is not None and silent is not None and other is not None
-        assert (writes.writes, writes.best, writes.breaks) == (("spans", "golden"), Dose(1.5), Dose(3.0))
-        assert (silent.writes, silent.best, silent.breaks, silent.only_reads) == ((), None, Dose(4.0), True)
-        assert (other.writes, other.only_reads) == (("oceans",), False)
-        [(_, found)] = labels.find("golden gates", 1)  # the dose is that of the word
-        assert (found.feature, found.best, found.instead) == (3, Dose(2.0), None)
-        [(_, near)] = labels.find("oceens", 1)
-        assert (near.feature, near.instead) == (5, "oceans")
-        [(_, like)] = labels.find("lagoons", 1)  # by meaning, in any form of the word
-        assert (like.feature, like.instead) == (5, "ocean")
-        [(_, own)] = labels.find("spans", 1)  # a word that some feature has needs no other
-        assert (own.feature, own.instead) == (3, None)
-        assert labels.find("zzz") == []
-        [(_, old)] = labels.find("there")  # only near
-        assert old.feature == 5
 
 
 @pytest.mark.parametrize(

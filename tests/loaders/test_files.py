@@ -182,16 +182,6 @@ def test_the_same_files_are_the_same_dictionary_on_every_node(tmp_path: Path) ->
     assert Assets.open(replace(configs[0], sites=())).fingerprint != Assets.open(configs[0]).fingerprint
 
 
-def test_a_meaning_that_the_folder_s_name_gives_is_in_the_fingerprint(tmp_path: Path) -> None:
-    arrays = {key: value for key, value in writers.raw().items() if key != "threshold"}
-    names = "GPT2-Small-SAEs-Reformatted", "models--a--GPT2-Small-SAEs-Reformatted", "Mistral-7B-Residual-Stream-SAEs"
-    cfg = writers.old_saelens_cfg()
-    found = [describe(writers.saelens(tmp_path / name / "x", cfg, arrays)) for name in (*names, "mine", "other")]
-    assert [(one.centred, one.in_norm) for one in found[1:4]] == [(True, "none"), (False, "l2_sqrt_d"), (False, "none")]
-    first, same, normed, mine, other = (one.fingerprint for one in found)
-    assert first == same and mine == other and len({first, normed, mine}) == 3
-
-
 def test_inspect_hashes_no_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "1f" * 32
     places = [writers.gemma_scope(tmp_path / "a", writers.raw()), in_hub_cache(tmp_path / "hub", digest=name)]

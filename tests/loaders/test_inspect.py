@@ -140,15 +140,6 @@ def test_what_a_file_is(tmp_path: Path) -> None:
         report(tmp_path / "nowhere")
 
 
-def test_a_torch_file_is_a_dictionary_or_vectors(tmp_path: Path) -> None:
-    [case] = [case for case in CASES if case.name == "dictionary_learning-BatchTopKSAE"]
-    assert lines(case.write(tmp_path) / "ae.pt")["format"] == ["dictionary_learning"]
-    said = lines(writers.torch_file(tmp_path / "v.pt", {"layer.3": np.ones(8, np.float32)}))
-    assert said["vectors"] == ["one for each layer of 3"]
-    with pytest.raises(LoadError, match=r"nothing\.pt"):
-        report(writers.torch_file(tmp_path / "nothing.pt", {"a": np.ones(8), "b": np.ones(8)}))
-
-
 @pytest.mark.parametrize("told", DESCRIBED, ids=lambda told: told[0])
 def test_a_skip_transcoder(told: Told, tmp_path: Path) -> None:
     place = told[1](tmp_path)

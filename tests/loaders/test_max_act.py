@@ -101,25 +101,6 @@ def test_weights_that_were_trained_further_do_not_get_them(key: str, save: Calla
             open_rows(place).row(7, None)
 
 
-@pytest.mark.parametrize(
-    ("by", "words"),
-    [("calibration", "run `saesteer calibrate` again"), ("labels", "delete it, and run `saesteer label`")],
-)
-def test_a_file_of_an_older_version_is_refused(by: str, words: str, place: Path) -> None:
-    save_file({"max_act": values(writers.F)}, place / "saesteer.max_act", {"dictionary": "ab" * 32, "by": by})
-    with pytest.raises(LoadError, match=f"older version, which did not look at the encoder; expected .*{words}"):
-        load(place)
-
-
-def test_another_norm_of_the_same_weights_is_another_unit(tmp_path: Path) -> None:
-    arrays = {key: array for key, array in writers.raw().items() if key != "threshold"}
-    place = writers.saelens(tmp_path, writers.saelens_cfg("standard"), arrays)
-    max_act.write(place, alone(place), values(writers.F), tokens=1)
-    writers.saelens(tmp_path, writers.saelens_cfg("standard", normalize_activations="layer_norm"), arrays)
-    with pytest.raises(LoadError, match="measured on other weights"):
-        load(place)
-
-
 def test_values_of_another_site_do_not_count(tmp_path: Path) -> None:
     """An operator who named a wrong site, calibrated there, and now names the right one."""
     place = writers.gemma_scope(tmp_path / "copied", writers.raw())

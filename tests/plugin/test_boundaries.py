@@ -14,7 +14,7 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, clamp, from_json
 from saesteer.planning.messages import resolve
 from saesteer.plugin.door.admission import located
-from saesteer.plugin.door.conversation import FEW, MOST_RENDERED, Conversation
+from saesteer.plugin.door.conversation import MOST_RENDERED, Conversation
 from tests.spec.catalogs import CATALOG
 
 AT = "saesteer.edits[0].scope.messages"
@@ -64,13 +64,6 @@ def test_the_bound_is_the_request_s_and_not_each_edit_s() -> None:
     with pytest.raises(SpecError, match=f"asks for {most + 1} places") as error:
         resolve(Spec(tuple(edits)), CATALOG, len(ids), chat.roles, place)
     assert error.value.field == f"saesteer.edits[{most - 1}].scope.messages" and len(rendered) == most
-
-
-def test_a_few_messages_are_found_in_a_prompt_of_any_length() -> None:
-    chat, ids, rendered = conversation(FEW + 2, MOST_RENDERED)
-    assert chat.spans(ids, apart(FEW // 2), AT) and len(rendered) == FEW
-    with pytest.raises(SpecError, match=f"expected at most {FEW} in a prompt of this length"):
-        chat.spans(ids, apart(FEW // 2 + 1), AT)
 
 
 def test_all_messages_and_what_opens_the_answer_are_the_prompt() -> None:

@@ -13,7 +13,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.testclient import TestClient
 
-from saesteer.errors import ConfigError
 from saesteer.plugin import contract
 from saesteer.plugin.http import routes
 from saesteer.plugin.http.routes import SERVED, Guard
@@ -190,12 +189,3 @@ def test_a_server_that_cannot_steer_refuses_on_every_route(why: str, monkeypatch
     for path in (*SERVED, "/tokenize"):
         for body in ASKING:
             assert_refused(ask(app, path, json=body), "this server was started without saesteer")
-
-
-@pytest.mark.parametrize("by", ["flag", "environment"])
-def test_the_admins_key_is_nobody_elses(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "same" if by == "environment" else "")
-    flags = ["--api-key", "other", "same"] if by == "flag" else []
-    with pytest.raises(ConfigError, match="SAESTEER_ADMIN_KEY equals a key of --api-key or VLLM_API_KEY"):
-        app_of_vllm(monkeypatch, *flags, key="same")
-    app_of_vllm(monkeypatch, *flags, key="another")

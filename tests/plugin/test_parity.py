@@ -86,17 +86,17 @@ def test_random_specs_of_every_kind_agree_with_the_oracle(make_engine: Any, orac
     specs = drawn(oracle, 40)
     assert {edit["op"] for spec in specs for edit in spec["edits"]} == set(OPS)
     prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(specs))]
-    made = generate(make_engine(dtype="float32"), prompts, specs, tokens=12)
+    made = generate(make_engine(dtype="float32"), prompts, specs, tokens=8)
     compared, worst = 0, []
     for n, (prompt, one, spec) in enumerate(zip(prompts, made, specs, strict=True)):
         difference, skipped = compare(oracle, prompt, one, spec)
         compared += len(one) - skipped
         worst.append((difference, n))
     with capsys.disabled():
-        print(f"\n{compared} of {12 * len(specs)} tokens compared, largest difference {max(worst)[0]:.2g}")
+        print(f"\n{compared} of {8 * len(specs)} tokens compared, largest difference {max(worst)[0]:.2g}")
     wrong = [json.dumps([difference, specs[n]]) for difference, n in worst if difference >= TOLERANCE]
     assert not wrong, "\n".join(wrong)
-    assert compared > 6 * len(specs), "most tokens were compared"
+    assert compared > 4 * len(specs), "most tokens were compared"
 
 
 @pytest.mark.parametrize("name", SPECS)

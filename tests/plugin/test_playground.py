@@ -4,7 +4,6 @@ import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
 
 import pytest
 
@@ -56,18 +55,6 @@ def test_it_begins_with_the_cases_that_fit_the_server(monkeypatch: pytest.Monkey
     first = TestClient(app).get(f"{PREFIX}start.json").json()
     assert first["key"] is False
     assert [case["name"] for case in first["gallery"]] == ["Cars", "Ocean", "Horse", "Forest", "Bridge"]
-
-
-@pytest.mark.parametrize("path", ["/saesteer", "/llm/saesteer"])
-def test_without_its_last_slash_the_page_is_found_behind_a_prefix_too(
-    monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    """Which a proxy may strip that the server knows nothing of, so the address is relative."""
-    root = path.removesuffix("/saesteer")
-    app = app_of_vllm(monkeypatch, "--root-path", root, additional={"saesteer": {"playground": True}})
-    found = TestClient(app, follow_redirects=False).get(path)
-    assert (found.status_code, found.headers["Location"]) == (307, "saesteer/")
-    assert TestClient(app).get(urljoin(path, found.headers["Location"])).text.startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from saesteer.planning.windows import inside
 from saesteer.plugin.door.admission import Door
 from tests.consumers.runners import Direct, ticket, tokens
 from tests.plugin.blobs import readout
-from tests.plugin.conftest import preemptions
 from tests.plugin.read_requests import ask
 from tests.plugin.reasoner import border_in, options, text
 from tests.plugin.results import results
@@ -242,18 +241,6 @@ def test_reductions_of_each_part_and_consumers_of_it(llm: Any) -> None:
             assert own["positions"] == span and own["tokens"] == len(positions)
             whole = [*parts["reasoning"], *parts["answer"]]
             assert choice.saesteer["consumers"]["judge"]["positions"] == sorted([*whole, *positions, *span])
-
-
-@pytest.mark.slow
-def test_reductions_of_parts_in_a_crowd_that_preempts(llm: Any) -> None:
-    assert llm.reset_prefix_cache()
-    asked = [(PARTS[n % 2], HOWS[n % 3]) for n in range(12)]
-    prompts = [text(f"reduced crowd {n}", 100 + 70 * (n % 5)) for n in range(12)]
-    before = preemptions(llm)
-    outputs = ask(llm, prompts, [{"return": reading(*one)} for one in asked], [60 + 9 * (n % 7) for n in range(12)])
-    assert preemptions(llm) > before, "the cache was small enough to preempt"
-    for output, (part, how) in zip(outputs, asked, strict=True):
-        check(output.outputs[0], parts_of(llm, output)[part], how)
 
 
 @pytest.mark.slow

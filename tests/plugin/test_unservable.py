@@ -177,21 +177,6 @@ def test_what_cannot_be_served_is_refused_at_start_by_name(name: str) -> None:
         refuse(settings(**changes))
 
 
-def test_guesses_are_served_unless_they_could_end_a_request() -> None:
-    refuse(settings(**GUESSES))
-    with pytest.raises(UnsupportedError, match="and --max-dose-action refuse in this version; clamp doses"):
-        refuse(settings(**GUESSES), SaesteerConfig(max_dose=0.5, max_dose_action="refuse"))
-
-
-def test_rays_first_executor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = settings(parallel_config=SimpleNamespace(pipeline_parallel_size=1, distributed_executor_backend="ray"))
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "1")
-    refuse(ray)
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    with pytest.raises(UnsupportedError, match="Ray"):
-        refuse(ray)
-
-
 class Own(Scheduler):
     """A scheduler of one's own, which does not say what vLLM's says."""
 

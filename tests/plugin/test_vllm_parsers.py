@@ -21,7 +21,7 @@ from saesteer.plugin import reasoning
 from saesteer.plugin.door import borders
 from saesteer.plugin.door.borders import Borders
 from saesteer.plugin.door.conversation import Conversation
-from saesteer.plugin.reasoning import NEAR, Border, border_of, closing, parser_of
+from saesteer.plugin.reasoning import NEAR, Border, border_of, closing
 
 PLAIN, LETTERS = 3, 24  # ids of letters
 TEXT = (
@@ -222,11 +222,3 @@ def test_what_clients_invent_for_a_parser_is_neither_kept_nor_taken_without_limi
             door.told([PLAIN], None, template)
         assert (caught.value.field, caught.value.code) == ("saesteer", "too_many")
         assert f"{many} of them with {long} characters, expected at most 64 and 65536" in str(caught.value)
-
-
-@pytest.mark.usefixtures("tokenizer")
-@pytest.mark.skipif("k2_horizon" not in PARSERS, reason="this version of vLLM does not have the parser")
-def test_a_parser_that_refuses_what_it_is_given() -> None:
-    assert parser_of(server("k2_horizon"), {})
-    with pytest.raises(SpecError, match="the reasoning parser cannot tell it \\(Unsupported reasoning_effort"):
-        Borders(server("k2_horizon")).told([PLAIN], None, {"reasoning_effort": "none at all"})
