@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from vllm.sampling_params import RequestOutputKind
 
-from bench.asks import Shape
+from bench.asks import DICTIONARY, Shape
 from bench.dummy import MODELS
 from bench.engines import settings
 from bench.front import PROMPT, FakeParams, FakeRequest, about
@@ -55,8 +55,11 @@ STEPS = 64  # of which the first is not counted
 T = TypeVar("T")
 
 
-def _activations(layers: int, place: str) -> Callable[[Shape], dict[str, Any]]:
-    def spec(shape: Shape) -> dict[str, Any]:
+Spec = Callable[[Shape, int], dict[str, Any]]  # of a model's shape and the number of a request
+
+
+def _activations(layers: int, place: str) -> Spec:
+    def spec(shape: Shape, _: int) -> dict[str, Any]:
         sites = range(shape.layers // 2, shape.layers // 2 + 1) if layers == 1 else range(shape.layers)
         one = {"scope": {"generated": True}, "as": place}
         return {"return": {"activations": [{**one, "site": f"resid_post.{site}"} for site in sites]}}
@@ -64,12 +67,18 @@ def _activations(layers: int, place: str) -> Callable[[Shape], dict[str, Any]]:
     return spec
 
 
+def _feature(_: Shape, number: int) -> dict[str, Any]:
+    read = {"dictionary": DICTIONARY, "features": [97 * number], "scope": {"generated": True}}
+    return {"return": {"features": [read]}}
+
+
 # By what each request reads of the tokens that it generates.
-CASES: dict[str, Callable[[Shape], dict[str, Any]]] = {
+CASES: dict[str, Spec] = {
     "one layer, by handle": _activations(1, "handle"),
     "all layers, by handle": _activations(0, "handle"),
     "one layer, inline": _activations(1, "inline"),
-    "hidden states": lambda _: {"return": {"hidden": {"scope": {"generated": True}}}},
+    "a feature of its own": _feature,
+    "hidden states": lambda *_: {"return": {"hidden": {"scope": {"generated": True}}}},
 }
 
 
@@ -116,11 +125,11 @@ class Host:
         self.times.clear()
         names = [f"{case} {turn} {number}" for number in range(REQUESTS)]
         states, requests = {}, {}
-        for name in names:
+        for number, name in enumerate(names):
             params: Any = FakeParams({}, output_kind=None if self.streams else RequestOutputKind.FINAL_ONLY)
             params.max_tokens, params.n = STEPS + 1, 1
             request = FakeRequest(params, name)
-            spec = from_json(CASES[case](self.shape))
+            spec = from_json(CASES[case](self.shape, number))
             self.timed("admit", partial(self.door.admit, spec, self.engine.catalog, request))
             states[name] = params.saesteer_report.of_choice()
             requests[name] = SimpleNamespace(sampling_params=params)
@@ -150,7 +159,7 @@ class Host:
             self.steering.forget(name)
             for entries in states[name].fields.values():
                 for entry in entries:
-                    assert len(entry["positions"]) == STEPS, "an answer lacks rows"
+                    assert len(entry.get("positions") or entry["rows"]) == STEPS, "an answer lacks rows"
                     if "handle" in entry:
                         self.door.results.delete(entry["handle"])
         for part in ("worker", "scheduler", "front end", "all"):

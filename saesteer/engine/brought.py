@@ -125,18 +125,21 @@ class Brought:
         ending = frozenset(ending)
         self._land()
         found: dict[str, list[Blob]] = {}
-        numbers: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
+        known: dict[int, list[NDArray[np.uint8]]] = {}  # of arrays by their id, as bytes
         for one in self.made:
-            own = numbers.get(id(one.arrays))
+            own = known.get(id(one.arrays))
             if own is None:
-                own = numbers[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)
+                own = known[id(one.arrays)] = _bytes_of(one.arrays, one.parts[0].reading)
+            flat: Any = own[-1].reshape(-1)
+            numbers, size = memoryview(flat), own[-1].shape[1]  # whose slices cost less than an array's
             for (name, number, reading), spans, rows, last in one.each():
                 if reading.watched is not None or (reading.last and name not in ending):
                     continue
                 if ends and name in ends and spans[0][0] >= ends[name]:
                     continue
-                blob = [number, spans, *[array[rows, : 4 * reading.top_k].tobytes() for array in own[:-1]]]
-                blob.append(own[-1][last].tobytes())
+                k = 4 * reading.top_k
+                blob = [number, spans, *[array[rows, :k].tobytes() if k else b"" for array in own[:-1]]]
+                blob.append(bytes(numbers[last.start * size : last.stop * size]))
                 if name in found:
                     found[name].append(blob)
                 else:

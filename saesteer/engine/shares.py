@@ -6,6 +6,7 @@ request that watches many features, or many requests that read one each, cost ha
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,11 +44,12 @@ class Names:
         self.sources: tuple[Source, ...] = ()  # of probes
         own: list[_Ints]  # of each lane, the columns of its names
         if readings[0].kind == "features":
-            names = [np.array(one.named, dtype=np.int64) for one in readings]
-            self.features, columns = np.unique(np.concatenate(names), return_inverse=True)
-            if all(one.named == readings[0].named for one in readings):
-                self.features, columns = names[0], np.tile(np.arange(len(names[0])), len(names))
-            own = np.split(columns, np.cumsum([len(one) for one in names])[:-1])
+            names = [one.named for one in readings]
+            every = np.fromiter(chain.from_iterable(names), np.int64)
+            self.features, columns = np.unique(every, return_inverse=True)
+            if all(one == names[0] for one in names):
+                self.features, columns = every[: len(names[0])], np.tile(np.arange(len(names[0])), len(names))
+            own = [columns[lo:hi] for lo, hi in pairwise(accumulate(map(len, names), initial=0))]
             self.total = len(self.features)
         else:
             first: dict[Source, int] = {}
