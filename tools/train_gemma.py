@@ -134,7 +134,8 @@ def texts(folder: Path, place: Path) -> tuple[Tensor, Tensor]:
             command = [sys.executable, "-m", tool, "--out", str(folder / name), "--model", str(place), *words]
             subprocess.run(command, check=True)
         found.append(torch.from_numpy(np.load(folder / name).astype(np.int64)))
-    return torch.cat(found[:2])[torch.randperm(len(found[0]) + len(found[1]))], found[2]
+    order = torch.randperm(len(found[0]) + len(found[1]), generator=torch.Generator().manual_seed(0))
+    return torch.cat(found[:2])[order], found[2]
 
 
 def main() -> None:
