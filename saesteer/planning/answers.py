@@ -7,7 +7,7 @@ What is read comes as blobs: the number of the readout in its request, spans of 
 """
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,8 +28,6 @@ _MANY = 64  # numbers that are rounded together
 _BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
 _TENS = 10.0 ** np.arange(13)
 
-Keep = Callable[[Mapping[str, Any], bytes], str]  # an entry without its data, and the data → its handle
-
 
 class Spool(Protocol):
     """A file for rows of several sites, side by side: row n is for position n of those in the readout's windows."""
@@ -39,8 +37,8 @@ class Spool(Protocol):
     def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
         """Writes rows: for each run its first row and their number, then all data."""
 
-    def keep(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> Sequence[str]:
-        """The handle of each entry, whose positions have these rows.
+    def keep(self, content: Mapping[str, Any], places: Sequence[int]) -> Sequence[str]:
+        """The handle of each site's result, which has this content and these rows.
 
         Raises:
             OSError: rows could not be written.
@@ -92,18 +90,17 @@ class Rows:
     Args:
         readouts: of the plan, of which the answer has those that the request asks for.
         fields: of the answer, into which it is told.
-        keep: for each readout that the answer names by handles, in order, the file for its rows; for one that is
-            reduced what keeps the tensor of each site.
+        spools: for each readout that the answer names by handles, in order, the file for its rows.
     """
 
-    def __init__(self, readouts: Sequence[Reported], fields: dict[str, Any], keep: Iterable[Any] = ()) -> None:
+    def __init__(self, readouts: Sequence[Reported], fields: dict[str, Any], spools: Iterable[Spool] = ()) -> None:
         self._fields = fields
         self._readouts = [(_Spooled if spooled(one) else _KINDS[one.readout.kind])(one) for one in readouts]
         self._told = [one for one in self._readouts if one.readout.shown]
-        keepers = iter(keep)
+        files = iter(spools)
         for one in self._told:
             if not one.readout.inline:
-                one.take(keepers)
+                one.spool = next(files)
         for one in self._told:
             fields.setdefault(one.word, [])
 
@@ -147,7 +144,7 @@ class Rows:
 class _Kind:
     """One readout of a choice, or several whose rows travel as one: a row holds theirs side by side."""
 
-    keep: Sequence[Keep] | None = None  # of each; None: the answer has the data
+    spool: Spool | None = None  # the file of its rows; None: the answer has them
 
     def __init__(self, reported: Reported) -> None:
         self.readout, about, self.dtype, self.function, beside = reported
@@ -159,10 +156,6 @@ class _Kind:
         self._reduction = Pieces(self.readout)
         self.begun = False  # whether the answer has an entry of it
         self.lowest = END  # position of all that have come
-
-    def take(self, keepers: Iterator[Any]) -> None:
-        """Takes what its tensors need to be kept."""
-        self.keep = [next(keepers) for _ in self.abouts]
 
     def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
         """Keeps rows, or a piece of a reduction."""
@@ -220,12 +213,17 @@ class _Kind:
             return [{**self.abouts[0], **content}]
         rows, width = content["shape"]
         content["shape"] = [rows, width // len(self.abouts)]
-        found = []
-        for at, (about, own) in enumerate(zip(self.abouts, apart(data, rows, len(self.abouts)), strict=True)):
-            entry = {**about, **content}
-            handle = None if self.keep is None else self.keep[at](entry, own)
-            found.append(entry | ({"handle": handle} if handle else {"data": b64encode(own).decode()}))
-        return found
+        if self.spool is not None:
+            self.spool.write([(0, rows)], data)
+            return self.kept(content, range(rows))
+        each = zip(self.abouts, apart(data, rows, len(self.abouts)), strict=True)
+        return [{**about, **content, "data": b64encode(own).decode()} for about, own in each]
+
+    def kept(self, content: dict[str, Any], places: Sequence[int]) -> list[dict[str, Any]]:
+        """The entries of results that lie in its file, in these rows."""
+        assert self.spool is not None
+        handles = self.spool.keep(content, places)
+        return [{**about, **content, "handle": one} for about, one in zip(self.abouts, handles, strict=True)]
 
     def whole(self, end: int) -> dict[str, Any]:
         """The reduction, or the last row."""
@@ -302,9 +300,8 @@ class _Probe(_Kind):
 class _Spooled(_Kind):
     """Rows that lie in a file, written here if nobody has done so: only their positions are kept."""
 
-    def take(self, keepers: Iterator[Any]) -> None:
-        """Takes its file."""
-        self._spool: Spool = next(keepers)
+    def __init__(self, reported: Reported) -> None:
+        super().__init__(reported)
         self._places: dict[int, int] = {}  # the row of each position
 
     def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
@@ -312,8 +309,8 @@ class _Spooled(_Kind):
         runs = [(rank(self.readout.windows, lo), hi - lo) for lo, hi in spans]
         for (lo, hi), (first, _) in zip(spans, runs, strict=True):
             self._places.update((at, first + at - lo) for at in range(lo, hi))
-        if data:
-            self._spool.write(runs, data[0])
+        if data and self.spool is not None:
+            self.spool.write(runs, data[0])
 
     def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
         """At the end an entry for each site."""
@@ -321,11 +318,9 @@ class _Spooled(_Kind):
             return []
         first, last = of_part(self.readout.part, border)
         positions = sorted(at for at in self._places if first <= at < min(end, last))
-        width = self._spool.width // _SIZES[self.dtype] if positions else 0
+        width = self.spool.width // _SIZES[self.dtype] if positions and self.spool is not None else 0
         content = {"positions": positions, "dtype": self.dtype, "shape": [len(positions), width]}
-        entries = [{**about, **content} for about in self.abouts]
-        handles = self._spool.keep(entries, [self._places[at] for at in positions])
-        return [entry | {"handle": handle} for entry, handle in zip(entries, handles, strict=True)]
+        return self.kept(content, [self._places[at] for at in positions])
 
 
 def spooled(one: Reported) -> bool:

@@ -1,6 +1,6 @@
 """What a worker sends of reads, made up from positions, and what an answer says of it. Knows no engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,3 +56,25 @@ def numbers(entry: Any) -> Any:
 def of_kind(fields: Any, name: str) -> list[Any]:
     """The activations of that name in an answer."""
     return [one for one in fields["activations"] if one["name"] == name]
+
+
+class Shelf:
+    """A file of rows, in memory, with so many bytes for each of some sites; what is kept goes into a store."""
+
+    def __init__(self, store: list[tuple[Any, bytes]], sites: int, width: int = 16) -> None:
+        self.store, self.width, self.size, self.rows = store, width, width * sites, dict[int, bytes]()
+
+    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
+        at = 0
+        for first, count in places:
+            for place in range(first, first + count):
+                self.rows[place] = data[at : at + self.size]
+                at += self.size
+        assert at == len(data)
+
+    def keep(self, content: Any, places: Sequence[int]) -> list[str]:
+        sites = self.size // self.width
+        for at in range(sites):
+            own = slice(self.width * at, self.width * (at + 1))
+            self.store.append((dict(content), b"".join(self.rows[place][own] for place in places)))
+        return [f"handle {len(self.store) - sites + at}" for at in range(sites)]

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from saesteer.plugin.results import report
-from saesteer.plugin.results.kept import LEAST, Results, Room
+from saesteer.plugin.results.kept import LEAST, Results
 from saesteer.plugin.results.spools import Layout, Spool
 from tests.plugin.blobs import blob
 
 ABOUT = {"site": "resid_post.3", "at": "before", "layers": [3]}
-ENTRY = {**ABOUT, "positions": [4, 6], "dtype": "float32", "shape": [2, 3]}
+CONTENT = {"positions": [[4, 6]], "dtype": "float32", "shape": [1, 6]}
 DATA = np.arange(6, dtype="<f4").tobytes()
 
 
@@ -36,11 +36,23 @@ def layout(sites: int = 1, rows: int = 12, width: int = 12) -> Layout:
 
 def kept(found: Results) -> str:
     """The handle of one that holds DATA."""
-    [room] = found.promise([len(DATA)])
-    return room.keep(ENTRY, DATA)
+    return write(room(found, len(DATA)), DATA)
 
 
-def fill_the_disk(room: Room | Spool) -> None:
+def room(found: Results, size: int, number: int = 1) -> Spool:
+    """Room for so many results of so many bytes."""
+    [made] = found.promise([Layout([ABOUT] * number, 1, number * size)])
+    return made
+
+
+def write(made: Spool, data: bytes) -> str:
+    """Write a result; its handle."""
+    made.write([(0, 1)], data)
+    [handle] = made.keep(CONTENT, [0])
+    return handle
+
+
+def fill_the_disk(room: Spool) -> None:
     """Let the next write of a file find no space."""
     room._path.unlink()
     room._path.symlink_to("/dev/full")

@@ -33,7 +33,7 @@ from saesteer.plugin.results.kept import LEAST, Handle, Results
 from saesteer.plugin.results.report import Report, _receiving
 from tests.plugin.apps import app_of_vllm
 from tests.plugin.blobs import readout
-from tests.plugin.results import DATA, files, fill_the_disk, kept, layout, results, state
+from tests.plugin.results import DATA, files, fill_the_disk, kept, layout, results, room, state
 
 ROUTE = "/v1/saesteer/results"
 KEY = {"Authorization": "Bearer usual"}
@@ -68,7 +68,7 @@ def test_a_result_is_fetched_as_often_as_wanted_until_it_is_deleted(app: Any) ->
     with Client(api_key="usual", transport=Transport(app)) as client:
         for _ in range(2):
             [found] = client.fetch([handle])
-            assert found.dtype == np.float32 and found.tolist() == [[0, 1, 2], [3, 4, 5]]
+            assert found.dtype == np.float32 and found.tolist() == [[0, 1, 2, 3, 4, 5]]
         client.delete_result(handle)
         for ask in (lambda: client.fetch([handle]), lambda: client.delete_result(handle)):
             with pytest.raises(RequestRefused, match="was deleted, has expired 60 seconds after its answer") as caught:
@@ -86,7 +86,7 @@ def test_a_file_says_what_it_is(app: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(found.content)
     with safe_open(tmp_path / "file", "np") as file:
         assert file.metadata() == {"site": "resid_post.3", "at": "before", "layers": "[3]"}
-        assert file.get_tensor("positions").tolist() == [4, 6]
+        assert file.get_tensor("positions").tolist() == [[4, 6]]
         assert file.get_tensor("activations").tobytes() == DATA
 
 
@@ -99,13 +99,14 @@ def test_who_may_not_send_requests_may_not_fetch(app: Any, method: str) -> None:
 
 @pytest.mark.parametrize(
     "handle",
-    ["0" * 32, "lock", "..%2flock", "0" * 31, "x" * 5000, "0" * 32 + f".{os.getpid()}"],
+    ["0" * 32, "lock", "..%2flock", "0" * 31, "x" * 5000, "0" * 32 + f".{os.getpid()}.1"],
     ids=["unknown", "the lock", "elsewhere", "short", "long", "a room"],
 )
 def test_what_is_no_handle_is_refused(app: Any, handle: str) -> None:
-    app.state.saesteer_results.promise([1])
+    promised = room(app.state.saesteer_results, 1)
     for method in ("GET", "DELETE"):
         assert TestClient(app, headers=KEY).request(method, f"{ROUTE}/{handle}").status_code == 404
+    assert promised._path.exists()
 
 
 def test_what_expires_is_removed_by_whoever_looks(tmp_path: Path) -> None:
@@ -147,18 +148,18 @@ def test_more_than_fits_is_refused_with_the_numbers_and_nothing_is_dropped(tmp_p
     with pytest.raises(
         SpecError, match=f"asks for 5 results that count as {5 * LEAST} bytes, .* most {4 * LEAST}"
     ) as caught:
-        one.promise([1] * 5)
+        room(one, 1, 5)
     assert code(caught) == ("saesteer.return.activations", "too_large")
     with pytest.raises(SpecError, match=f"asks for 1 results that count as {4 * LEAST + 4097} bytes"):
-        one.promise([4 * LEAST + 1])
-    rooms = two.promise([2 * LEAST - 4096])
+        room(one, 4 * LEAST + 1)
+    rooms = [room(two, 2 * LEAST - 4096)]
     message = f"asks for 2 results that count as {2 * LEAST} bytes, while {3 * LEAST} of {4 * LEAST} .* for 60 seconds"
     with pytest.raises(SpecError, match=rf"{message} \(--max-results-mib, --result-seconds\)") as caught:
-        one.promise([1, 1])
+        room(one, 1, 2)
     assert code(caught) == ("saesteer.return.activations", "results_full")
     rooms.clear()
     time.sleep(0.1)  # who was refused has counted what is kept, and nobody does so again at once
-    assert one.promise([1, 1])
+    assert room(one, 1, 2)
     two.open(handle).close()
 
 
@@ -166,7 +167,7 @@ def test_handles_read_themselves_where_they_are_kept(tmp_path: Path) -> None:
     found = results(tmp_path)
     handle = kept(found)
     assert isinstance(handle, Handle)
-    assert numbers({"handle": handle}).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert numbers({"handle": handle}).tolist() == [[0, 1, 2, 3, 4, 5]]
     elsewhere = pickle.loads(pickle.dumps(handle))
     assert type(elsewhere) is str and elsewhere == handle
     with pytest.raises(ServerError, match=f"fetch the handle {handle}"):
@@ -218,7 +219,7 @@ def test_a_folder_that_is_gone_or_full_is_no_error_of_the_server(tmp_path: Path)
     shutil.rmtree(found.folder)
     found.folder.touch()
     with pytest.raises(SpecError, match=r"could not be kept \(File exists\)") as caught:
-        found.promise([1])
+        room(found, 1)
     assert caught.value.code == "no_space"
 
 
@@ -248,6 +249,6 @@ def test_rooms_of_a_process_that_has_died_are_given_up(tmp_path: Path) -> None:
     found = results(tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    (found.folder / f"{'0' * 32}.{ended.pid}").touch()
-    rooms = found.promise([10])
-    assert len(files(found)) == len(rooms)
+    (found.folder / f"{'0' * 32}.{ended.pid}.1").touch()
+    promised = room(found, 10)
+    assert len(files(found)) == 1 and promised

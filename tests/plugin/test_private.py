@@ -11,8 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.errors import SpecError, UnsupportedError
 from saesteer.plugin.names.board import Board
-from saesteer.plugin.results.spools import Spool
-from tests.plugin.results import DATA, ENTRY, kept, layout, results
+from tests.plugin.results import CONTENT, kept, results, room
 
 TAKEN = ["a link", "a link above", "open to others", "another user's"]
 
@@ -23,9 +22,8 @@ def test_a_folder_that_another_user_has_put_there_gets_nothing_and_gives_nothing
     above, victim = tmp_path / "above", tmp_path / "victim"
     above.mkdir(mode=0o700)
     found = results(above)
-    handle, [room], [spool] = kept(found), found.promise([len(DATA)]), found.promise([layout()])
-    assert isinstance(spool, Spool)
-    own = [handle, "lock", room._path.name, spool._path.name]
+    handle, spool = kept(found), room(found, 12)
+    own = [handle, "lock", spool._path.name]
     (victim / "results").mkdir(mode=0o700, parents=True)
     shutil.rmtree(above)
     if taken == "a link above":
@@ -47,7 +45,7 @@ def test_a_folder_that_another_user_has_put_there_gets_nothing_and_gives_nothing
             pytest.skip("only root can give a folder away")
         os.chown(found.folder, 12002, -1)
     with pytest.raises(SpecError, match="its folder is not this user's alone") as caught:
-        found.promise([1])
+        room(found, 1)
     assert caught.value.code == "no_space" and str(tmp_path) not in str(caught.value)
     if taken != "a link above":  # a room has a name that nobody can guess, and no new one is made
         for act in (found.open, found.delete):
@@ -55,11 +53,9 @@ def test_a_folder_that_another_user_has_put_there_gets_nothing_and_gives_nothing
                 act(handle)
         with pytest.raises(PermissionError):
             found.sweep()
-        with pytest.raises(PermissionError):
-            room.keep(ENTRY, DATA)
         spool.write([(0, 1)], bytes(12))
         with pytest.raises(PermissionError):
-            spool.keep([ENTRY], [0])
+            spool.keep(CONTENT, [0])
     held = [path.read_text() for path in (victim / "results").iterdir()]
     assert "own" in held and {*held} == {"own"}
 

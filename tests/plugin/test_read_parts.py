@@ -28,7 +28,7 @@ from saesteer.planning.reductions import REDUCTIONS
 from saesteer.planning.windows import inside
 from saesteer.plugin.door.admission import Door
 from tests.consumers.runners import Direct, ticket, tokens
-from tests.plugin.blobs import readout
+from tests.plugin.blobs import Shelf, readout
 from tests.plugin.read_requests import ask
 from tests.plugin.reasoner import border_in, options, text
 from tests.plugin.results import results
@@ -87,13 +87,8 @@ def test_a_reduction_of_a_part_is_that_of_its_rows(
     made.append(readout("activation", [(PROMPT, END)], part=part, reduce=how, starts=(0, 3), inline=not kept))
     made = [one._replace(about={"site": 0}, beside=({"site": 1},), dtype=dtype) for one in made]
     files: list[Any] = []
-
-    def keep(entry: Any, data: bytes) -> str:
-        files.append(data)
-        return f"handle {len(files)}"
-
     fields: dict[str, Any] = {}
-    rows, (found, generated) = Rows(made, fields, [keep] * SITES), computed
+    rows, (found, generated) = Rows(made, fields, [Shelf(files, SITES, 4 * WIDTH)]), computed
     x = torch.randint(-40, 40, (PROMPT + 16, SITES * WIDTH), generator=torch.Generator().manual_seed(generated))
     stored = x.to(DTYPES[dtype])
     known = PROMPT
@@ -120,7 +115,7 @@ def test_a_reduction_of_a_part_is_that_of_its_rows(
         own = [one for one in plain if one["site"] == site]
         assert [at for one in own for at in one["positions"]] == mine
         [entry] = [one for one in whole if one["site"] == site]
-        data = b64decode(entry["data"]) if not kept else files[int(entry["handle"].split()[1]) - 1]
+        data = b64decode(entry["data"]) if not kept else files[int(entry["handle"].split()[1])][1]
         if not mine:
             assert (entry["positions"], entry["shape"], data) == ([], [0, 0], b"")
             continue

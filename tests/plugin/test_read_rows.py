@@ -1,6 +1,6 @@
 """What was read on its way into an answer, with steps and preemptions made up. Starts no engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from saesteer.engine.readouts import Reading
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Window
 from saesteer.plugin.results import reads, sending
-from tests.plugin.blobs import SITE, blob, inside, numbers, of_kind, readout, row, strongest
+from tests.plugin.blobs import SITE, Shelf, blob, inside, numbers, of_kind, readout, row, strongest
 from tests.spec.scopes import windows
 
 WIDTH = 3
@@ -185,7 +185,6 @@ def test_an_answer_that_read_nothing_has_empty_entries() -> None:
 
 
 HOWS = ("none", "mean", "max", "last")
-SHELF = SimpleNamespace(width=12, write=lambda *_: None, keep=lambda entries, _: ["a handle"] * len(entries))
 
 
 @settings(max_examples=50, deadline=None)
@@ -209,7 +208,7 @@ def test_what_was_read_and_what_was_cached_are_the_scope(
         readout("hidden", (), last=True),
     ]
     fields: dict[str, Any] = {}
-    rows, waiting, read = Rows(found, fields, [SHELF]), list[Any](), set[int]()
+    rows, waiting, read = Rows(found, fields, [Shelf([], 1, 12)]), list[Any](), set[int]()
     first = min((scope[0][0] for scope in scopes if scope), default=END)  # where a preempted request begins at last
     told, at = 0, cached
     ends_in = data.draw(st.integers(cached + 1, prompt), label="ends in") if not generated else END
@@ -250,29 +249,6 @@ def test_what_was_read_and_what_was_cached_are_the_scope(
     assert "cached" not in fields["hidden"][0]
 
 
-class Shelf:
-    """A file of rows, in memory, with results of four float32 each; what is kept goes into a store."""
-
-    width = 16
-
-    def __init__(self, store: list[tuple[Any, bytes]], sites: int) -> None:
-        self.store, self.size, self.rows = store, self.width * sites, dict[int, bytes]()
-
-    def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
-        at = 0
-        for first, count in places:
-            for place in range(first, first + count):
-                self.rows[place] = data[at : at + self.size]
-                at += self.size
-        assert at == len(data)
-
-    def keep(self, entries: Sequence[Any], places: Sequence[int]) -> list[str]:
-        for at, entry in enumerate(entries):
-            own = slice(self.width * at, self.width * (at + 1))
-            self.store.append((dict(entry), b"".join(self.rows[place][own] for place in places)))
-        return ["a handle"] * len(entries)
-
-
 def pieces(spans: Sequence[Window], starts: Sequence[int]) -> list[list[Window]]:
     """The spans, cut where messages begin."""
     found = []
@@ -299,17 +275,10 @@ def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
     names = [{"name": f"site {at}"} for at in range(sites)]
     store: list[tuple[Any, bytes]] = []
 
-    def keep(entry: Any, data: bytes) -> str:
-        store.append((dict(entry), data))
-        return f"handle {len(store)}"
-
     apart: dict[str, Any] = {}
     joined: dict[str, Any] = {}
-    whole = how == "none"
-    alone_in = [Shelf(store, 1) for _ in names] if whole else [keep] * sites
-    alone = Rows([one._replace(about=name) for name in names], apart, alone_in)
-    both_in = [Shelf(store, sites)] if whole else [keep] * sites
-    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, both_in)
+    alone = Rows([one._replace(about=name) for name in names], apart, [Shelf(store, 1) for _ in names])
+    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, [Shelf(store, sites)])
     computed = 0
     for tokens in chunks:
         asked = inside(scope, computed, computed + tokens)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,7 @@ from saesteer.plugin.http import results as routes
 from saesteer.plugin.results.kept import LEAST, Results, client
 from saesteer.plugin.results.spools import View
 from tests.plugin.apps import app_of_vllm
-from tests.plugin.results import ENTRY, files, kept, results
+from tests.plugin.results import files, kept, results, room, write
 
 ROUTE = "/v1/saesteer/results"
 
@@ -42,33 +42,32 @@ def test_no_client_takes_all_room_and_each_next_one_has_some(tmp_path: Path) -> 
     for number, (name, most) in enumerate([("a", 8), ("b", 4), ("c", 2), ("d", 1)]):
         store = (one, two)[number % 2]
         with sent_by(name):
-            held += store.promise([1] * (most - 1))
-            held += store.promise([1])
+            held += [room(store, 1) for _ in range(most)]
             with pytest.raises(
                 SpecError, match=f"while {most * LEAST} of {most * LEAST} are kept that one client"
             ) as caught:
-                store.promise([1])
+                room(store, 1)
             assert caught.value.code == "results_full"
-            assert len({room._handle[:8] for room in held[-most:]}) == 1, "by which its results are known"
-    assert len({room._handle[:8] for room in held}) == 4 and len({room._handle for room in held}) == 15
+            assert len({one._handles[0][:8] for one in held[-most:]}) == 1, "by which its results are known"
+    handles = [one._handles[0] for one in held]
+    assert len({one[:8] for one in handles}) == 4 and len({*handles}) == 15
     with sent_by("a"), pytest.raises(SpecError, match=f"at most {8 * LEAST}, the share of one client") as caught:
-        one.promise([1] * 9)
+        room(one, 1, 9)
     assert caught.value.code == "too_large"
     del held[:8]
     gc.collect()
     time.sleep(0.1)
     with sent_by("e"):
-        held += two.promise([1] * 4)
-    assert one.promise([1] * 5), "who is no client of HTTP gets all that is left"
+        held.append(room(two, 1, 4))
+    assert room(one, 1, 5), "who is no client of HTTP gets all that is left"
 
 
 def test_a_deleted_result_counts_until_its_last_reader_closes_it(tmp_path: Path) -> None:
     """Limit 4 MiB, twenty times promised 3 MiB, opened and deleted: 60 MiB on the disk, of which none counted."""
     found = results(tmp_path, size=4 << 20)
 
-    def opened() -> BinaryIO | View:
-        [room] = found.promise([3 << 20])
-        handle = room.keep(ENTRY, bytes(3 << 20))
+    def opened() -> View:
+        handle = write(room(found, 3 << 20), bytes(3 << 20))
         file = found.open(handle)
         found.delete(handle)
         with pytest.raises(SpecError, match="was deleted"):
@@ -118,8 +117,7 @@ class Slow:
 
 def large(found: Results) -> str:
     """The handle of a result of several pieces."""
-    [room] = found.promise([4 * routes.PIECE])
-    return str(room.keep(ENTRY, bytes(4 * routes.PIECE)))
+    return write(room(found, 4 * routes.PIECE), bytes(4 * routes.PIECE))
 
 
 def test_a_client_that_receives_nothing_more_is_given_up(

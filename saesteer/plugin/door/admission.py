@@ -40,7 +40,7 @@ from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, border_of
 from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.forms import RULES, WHOLE, sent
-from saesteer.plugin.results.kept import Results, Room, kept_here
+from saesteer.plugin.results.kept import Results, kept_here
 from saesteer.plugin.results.report import Report
 from saesteer.plugin.results.spools import Layout, Spool
 
@@ -188,7 +188,7 @@ class Door:
         whole = wanted is None and kind == RequestOutputKind.FINAL_ONLY and not params.stop
         params.extra_args = {**(params.extra_args or {}), KEY: {**meaning.admitted, WHOLE: whole}}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
-        if any(isinstance(room, Spool) for room in rooms) and not spec.returns.consumers and (params.n or 1) == 1:
+        if any(map(spooled, own)) and not spec.returns.consumers and (params.n or 1) == 1:
             params.extra_args[SPOOLS] = address(_files(meaning.readouts, rooms))
         if meaning.first != (None, None):
             params.extra_args[FIRST] = meaning.first
@@ -214,7 +214,7 @@ class Door:
 
     def _bound(
         self, readouts: Sequence[Reported], measures: Sequence[Readout], catalog: Catalog, end: int, params: Any
-    ) -> list[Room | Spool]:
+    ) -> list[Spool]:
         """Refuse a request that may read or watch too much; return the room for what its choices keep, in order."""
         if self._model is None or self.config is None:
             return []
@@ -226,13 +226,14 @@ class Door:
         whole += sum(declared(measures, catalog, end, itemsize))
         at = "saesteer.return" if readouts else measures[0].field
         refuse_above(self.config.max_read_mib << 20, whole * choices, at)
-        kept: list[int | Layout] = []
+        kept: list[Layout] = []
         for one, size, sites in sizes:
-            if spooled(one):
+            if not one.readout.inline:
+                if not spooled(one):  # also the rows of a part become one here
+                    one = one._replace(readout=replace(one.readout, part=None))
+                    [size] = declared([one.readout], catalog, end, itemsize)
                 rows = most_rows(one.readout, end)
                 kept.append(Layout((one.about, *one.beside), rows, sites * size // max(1, rows)))
-            elif not one.readout.inline:  # a reduction: also the rows of a part become one here
-                kept += declared([replace(one.readout, part=None)] * sites, catalog, end, itemsize)
         return self.results.promise(kept * choices) if kept else []
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:
@@ -279,13 +280,13 @@ class Door:
             del self._kept[next(iter(self._kept))]
 
 
-def _files(readouts: Sequence[Reported], rooms: Sequence[Room | Spool]) -> Iterator[Sequence[Any]]:
+def _files(readouts: Sequence[Reported], rooms: Sequence[Spool]) -> Iterator[Sequence[Any]]:
     """The files that a worker may write, as ``address`` takes them; what the operator captures as well comes here."""
-    spools = (room for room in rooms if isinstance(room, Spool))
+    spools = iter(rooms)
     for number, one in enumerate(readouts):
-        if spooled(one):
+        if one.readout.shown and not one.readout.inline:
             spool = next(spools)
-            if not one.readout.captured:
+            if spooled(one) and not one.readout.captured:
                 yield number, *spool.address
 
 

@@ -3,10 +3,10 @@
 All API servers of a server keep them in one folder (names/board.py), so each can answer for all. The folder is all that
 they know of each other:
 
-    <handle>          a result, as safetensors: ``activations`` [rows, width] and ``positions``; the rest is metadata.
-                      Or one of the names of a file of several results (spools.py), where all rows of a position are one
-    <handle>.<pid>    room for one that process <pid> has promised to a request: as long, but without space on the disk;
-                      <handle>.<pid>.<n> for n of them in one file, which gets rows as they come, and names in the end
+    <handle>          a result: one of the names of a file of several (spools.py)
+    <handle>.<pid>.<n>
+                      room for n of them that process <pid> has promised to a request: as long, but without space on
+                      the disk; it gets rows as they come, and names in the end
     <handle>.gone     a result that was deleted, or has expired, while it was being fetched: it counts until then
     lock              who promises holds it. It has the bytes of each client, at most: rooms are given up without a
                       word, so what is there is counted only when less might not fit. If then it does not, nobody
@@ -35,7 +35,7 @@ from contextvars import ContextVar
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +46,14 @@ from saesteer.language.fields import fail, show
 from saesteer.plugin.names.board import lives, meeting_place
 from saesteer.plugin.results import metrics
 from saesteer.plugin.results.errors import unwritten
-from saesteer.plugin.results.spools import Layout, Spool, View, head, remove, view
+from saesteer.plugin.results.spools import Layout, Spool, View, view
 
 logger = logging.getLogger("vllm.saesteer")
 
 _HANDLE = re.compile("[0-9a-f]{32}")
 # Of this context: who has sent its HTTP request, by key or address; empty where there is none.
 client: ContextVar[str] = ContextVar("saesteer_client", default="")
-_body: ContextVar["list[Room | Spool] | None"] = ContextVar("saesteer_body", default=None)
+_body: ContextVar["list[Spool] | None"] = ContextVar("saesteer_body", default=None)
 _AT = f"{KEY}.return.activations"
 
 
@@ -65,7 +65,7 @@ def one_body() -> None:
     _body.set([])
 
 
-def kept_here() -> "list[Room | Spool]":
+def kept_here() -> "list[Spool]":
     """Where a request notes what its answers have kept: all prompts of a body have one list, any other has its own."""
     found = _body.get()
     return [] if found is None else found
@@ -100,55 +100,6 @@ class Handle(str):
         return str, (str(self),)  # another process has the text
 
 
-class Room:
-    """Room for one result; given up when nobody holds it."""
-
-    def __init__(self, results: "Results") -> None:
-        self._results = results
-        [self._handle] = results.handles(1)
-        self._path = results.folder / f"{self._handle}.{os.getpid()}"
-        self._give_up = weakref.finalize(self, remove, [self._path])
-
-    def take(self, folder: int, size: int) -> None:
-        """Makes the file; it takes no space on the disk, but others count its size.
-
-        Args:
-            folder: a descriptor of the folder of results.
-            size: bytes of the result, at most.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        with open_in(folder, self._path.name, "xb") as file:
-            file.truncate(size)
-
-    def keep(self, entry: Mapping[str, Any], data: bytes) -> Handle:
-        """Writes the result.
-
-        Args:
-            entry: what the answer says of it: dtype, shape, positions, and where it was read.
-            data: its numbers.
-
-        Raises:
-            OSError: it could not be written, for instance as the disk is full; the room is given up.
-        """
-        try:
-            with private(self._path.parent) as folder:
-                name = self._path.name
-                with open_in(folder, name, "r+b") as file:  # what was promised stays taken until all is written
-                    file.writelines([head(entry, len(data)), np.array(entry["positions"], "<i8").data, data])
-                    file.truncate()
-                os.rename(name, self._handle, src_dir_fd=folder, dst_dir_fd=folder)
-        finally:
-            self._give_up()  # a result has another name
-        return self._handle
-
-    def remove(self) -> None:
-        """Deletes the result, or gives the room up: nobody will learn of it."""
-        remove([self._results.folder / self._handle])
-        self._give_up()
-
-
 class Results:
     """The results of a server, in one of its API server processes; safe to use in threads.
 
@@ -171,16 +122,13 @@ class Results:
         threading.Thread(target=_sweep, args=[weakref.ref(self)], daemon=True).start()
         return found
 
-    def promise(self, wanted: Sequence[int | Layout]) -> list[Any]:
-        """A Room for each result of so many bytes, or a Spool for several that lie in one file.
+    def promise(self, wanted: Sequence[Layout]) -> list[Spool]:
+        """A file for the results of each layout, with room for all of them.
 
         Raises:
             SpecError: there is too little room, now or ever, or the disk has none.
         """
-        sizes = [
-            _counted(one.size + one.start, len(one.abouts)) if isinstance(one, Layout) else _counted(one + _HEAD)
-            for one in wanted
-        ]
+        sizes = [_counted(one.size + one.start, len(one.abouts)) for one in wanted]
         asked, size = sum(map(len, sizes)), sum(map(sum, sizes))
         most = self._share(0)
         if size > most:
@@ -223,14 +171,10 @@ class Results:
         """How the handles of this context's client begin; who knows one learns nothing of a key."""
         return sha256(f"{self.folder} {client.get()}".encode()).hexdigest()[:_BEGIN]
 
-    def _room(self, folder: int, wanted: int | Layout) -> Room | Spool:
-        if isinstance(wanted, Layout):
-            spool = Spool(self.folder, self.handles(len(wanted.abouts)), wanted)
-            spool.take(folder)
-            return spool
-        room = Room(self)
-        room.take(folder, wanted + _HEAD)
-        return room
+    def _room(self, folder: int, wanted: Layout) -> Spool:
+        spool = Spool(self.folder, self.handles(len(wanted.abouts)), wanted)
+        spool.take(folder)
+        return spool
 
     def handles(self, number: int) -> list[Handle]:
         """New ones."""
@@ -240,7 +184,7 @@ class Results:
             one._results = self
         return made
 
-    def open(self, handle: str) -> BinaryIO | View:
+    def open(self, handle: str) -> View:
         """The file of a result, as safetensors, which can be read to its end even if the result is deleted meanwhile.
 
         Raises:
@@ -334,7 +278,6 @@ class Results:
 _BEGIN = 8  # letters of a handle that all of a client's begin with
 _GONE = "gone"
 _REST = 10  # times as long as a count in vain nobody counts again: refusals take a tenth of the event loop at most
-_HEAD = 4096  # bytes of a result beside its numbers
 LEAST = 64 << 10
 _FLAGS = "--max-results-mib, --result-seconds"
 

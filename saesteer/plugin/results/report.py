@@ -11,14 +11,13 @@ from vllm.v1.engine import FinishReason
 from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
 from saesteer.errors import SpecError
-from saesteer.planning.answers import Reported, Rows, spooled
+from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.applied import count
 from saesteer.planning.plan import END
 from saesteer.planning.rules import flags
 from saesteer.plugin.reasoning import Border, found_in
 from saesteer.plugin.results import consuming, errors, metrics, sending
 from saesteer.plugin.results.forms import COUNTED, FAILED, FIRED, READ
-from saesteer.plugin.results.kept import Room
 from saesteer.plugin.results.spools import Spool
 from saesteer.plugin.wrap import Original, around
 
@@ -35,9 +34,9 @@ class Report:
     readouts: Sequence[Reported] = ()  # what it reads
     messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads
     # For what its choices keep, which take theirs one after the other.
-    rooms: list[Room | Spool] = field(default_factory=list)
+    rooms: list[Spool] = field(default_factory=list)
     # Of choices that have ended; all of them share this list, and so do all prompts of an HTTP body.
-    kept: list[Room | Spool] = field(default_factory=list)
+    kept: list[Spool] = field(default_factory=list)
     read: Rows | None = None  # of a choice, what has come of that
     unwritten: SpecError | None = None  # why a choice has failed to keep something
     border: Callable[[], Border] | None = None  # what makes one, if it reads or edits parts of the answer
@@ -57,10 +56,9 @@ class Report:
         fields = fields if self.messages is None else fields | {"messages": [*self.messages]}
         fields = fields | {"flags": []} if self.watches else fields
         shown = [one for one in self.readouts if one.readout.shown]
-        kept = sum(1 if spooled(one) else 1 + len(one.beside) for one in shown if not one.readout.inline)
+        kept = sum(not one.readout.inline for one in shown)
         rooms, self.rooms[:kept] = self.rooms[:kept], []
-        keep = [room.keep if isinstance(room, Room) else room for room in rooms]
-        read = Rows(self.readouts, fields, keep) if shown else None
+        read = Rows(self.readouts, fields, rooms) if shown else None
         parts = self.border and self.border()
         return replace(self, fields=fields, read=read, rooms=rooms, parts=parts, fired=[])
 

@@ -1,10 +1,11 @@
-"""Files of rows as workers write them: at each position those of several results, side by side. Knows no engine.
+"""Files of rows: at each position those of several results, side by side. Knows no engine.
 
 A file's names are the handles of its results (kept.py), so it is there until the last of them is deleted. Its content:
 
-    MAGIC, the length of the text in 8 bytes, and the text: JSON, which says where rows are, and what each handle is
-    for each row of the results its position, then for each its place in this file, int64
-    from ``start`` on, rows of ``stride`` bytes: one for each position that was declared, up to the last that was read
+    the length of the text in 8 bytes, and the text: JSON, which says where rows are, and what each handle is
+    the positions of the results, and for each row its place in this file, int64
+    from ``start`` on, rows of ``stride`` bytes: one for each position that was declared, up to the last that was read,
+    or those that a reduction has made
 
 The rows come first, and the rest once the answer has ended. Whoever fetches a handle gets its columns as safetensors.
 """
@@ -27,9 +28,9 @@ import numpy as np
 from saesteer.engine.filer import LACKING, put
 from saesteer.engine.private import open_in, private
 
-MAGIC = b"saesteer"  # as the length of a safetensors header it would be an absurd one
 _PAGE = 4096
 _WORDS = 512  # bytes of the text for each result, beside what the answer says of it
+_NUMBERS = 48  # bytes for each row: two positions and a place, and in the text a message's number and its tokens
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safetensors calls them
 
 
@@ -50,7 +51,7 @@ class Layout:
     def start(self) -> int:
         """Byte of the first row."""
         text = _WORDS * len(self.abouts) + 2 * len(json.dumps([*self.abouts]))
-        return -(-(text + 16 * self.rows) // _PAGE) * _PAGE
+        return -(-(text + _NUMBERS * self.rows) // _PAGE) * _PAGE
 
 
 class Spool:
@@ -104,12 +105,12 @@ class Spool:
         except OSError as error:
             self._error = error
 
-    def keep(self, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> Sequence[str]:
+    def keep(self, content: Mapping[str, Any], places: Sequence[int]) -> Sequence[str]:
         """Let the results be fetched: all rows are written.
 
         Args:
-            entries: what the answer says of each: dtype, shape, positions, and where it was read.
-            places: the row of each position in the file.
+            content: what the answer says of each of them alike: dtype, shape, positions.
+            places: the rows of the results in the file.
 
         Returns:
             Their handles.
@@ -120,7 +121,7 @@ class Spool:
         try:
             with private(self._path.parent) as folder:
                 name, (first, *others) = self._path.name, self._handles
-                self._finish(folder, entries, places)
+                self._finish(folder, content, places)
                 for handle in others:
                     os.link(name, handle, src_dir_fd=folder, dst_dir_fd=folder)
                 os.rename(name, first, src_dir_fd=folder, dst_dir_fd=folder)
@@ -135,17 +136,22 @@ class Spool:
         remove(map(Path, self._names))
         self._give_up()
 
-    def _finish(self, folder: int, entries: Sequence[Mapping[str, Any]], places: Sequence[int]) -> None:
+    def _finish(self, folder: int, content: Mapping[str, Any], places: Sequence[int]) -> None:
         if self._error is not None:
             raise self._error
         start, stride = self._start, self.layout.stride
+        positions = np.array(content["positions"], "<i8")
         about = {
-            handle: [self.width * at, {name: value for name, value in entry.items() if name != "positions"}]
-            for at, (handle, entry) in enumerate(zip(self._handles, entries, strict=True))
+            "start": start,
+            "stride": stride,
+            "positions": positions.shape,
+            "handles": self._handles,
+            "abouts": [*self.layout.abouts],
+            "content": {name: value for name, value in content.items() if name != "positions"},
         }
-        text = json.dumps({"rows": len(places), "start": start, "stride": stride, "results": about}).encode()
-        positions = np.array(entries[0]["positions"], "<i8").tobytes()
-        head = b"".join([MAGIC, len(text).to_bytes(8, "little"), text, positions, np.array(places, "<i8").tobytes()])
+        text = json.dumps(about).encode()
+        where = [len(text).to_bytes(8, "little"), text, positions.tobytes(), np.array(places, "<i8").tobytes()]
+        head = b"".join(where)
         assert len(head) <= start, "there is room for what is said of results"
         if stat.S_IMODE(os.stat(self._path.name, dir_fd=folder).st_mode) == LACKING:
             raise OSError(errno.EIO, "some of its rows could not be written")
@@ -206,23 +212,21 @@ class View(io.RawIOBase):
         super().close()
 
 
-def view(file: BinaryIO, handle: str) -> BinaryIO | View:
-    """A result's file, opened, as safetensors: itself, or its columns of one that has several results."""
-    begin = file.read(16)
-    if begin[:8] != MAGIC:
-        file.seek(0)
-        return file
-    about = json.loads(file.read(int.from_bytes(begin[8:], "little")))
-    rows, (column, entry) = about["rows"], about["results"][handle]
-    positions, places = (np.frombuffer(file.read(8 * rows), "<i8") for _ in range(2))
-    begins = (about["start"] + about["stride"] * places + column).tolist()
-    width = about["stride"] // len(about["results"]) if rows else 0
-    return View(file, head({**entry, "positions": positions}, rows * width) + positions.tobytes(), begins, width)
+def view(file: BinaryIO, handle: str) -> View:
+    """A result's columns of a file, opened, as safetensors."""
+    about = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    number, content = about["handles"].index(handle), about["content"]
+    positions = np.frombuffer(file.read(8 * math.prod(about["positions"])), "<i8").reshape(about["positions"])
+    places = np.frombuffer(file.read(8 * content["shape"][0]), "<i8")
+    width = about["stride"] // len(about["handles"]) if len(places) else 0
+    begins = (about["start"] + about["stride"] * places + width * number).tolist()
+    entry = {**about["abouts"][number], **content, "positions": positions}
+    return View(file, head(entry, len(places) * width) + positions.tobytes(), begins, width)
 
 
 def head(entry: Mapping[str, Any], size: int) -> bytes:
     """What a safetensors file begins with, in front of the positions and ``size`` bytes of activations."""
-    positions = np.array(entry["positions"]).shape
+    positions = entry["positions"].shape
     border = 8 * math.prod(positions)
     others = {name: value for name, value in entry.items() if name not in ("dtype", "shape", "positions")}
     found = {
