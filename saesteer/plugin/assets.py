@@ -9,6 +9,7 @@ from saesteer import __version__
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.plugin.configured import wire_of
+from saesteer.plugin.wrap import Original, around
 
 
 def assets_of(vllm_config: Any) -> Assets | None:
@@ -26,3 +27,12 @@ def opened(wire: str) -> Assets:
 def fingerprint(assets: Assets) -> str:
     """Digest of saesteer's version and of everything that its graphs and caches depend on."""
     return hashlib.sha256((__version__ + assets.fingerprint).encode()).hexdigest()
+
+
+@around
+def _salting_compile_cache(original: Original, self: Any, *args: Any, **kwargs: Any) -> str:
+    stock = original(self, *args, **kwargs)
+    assets = assets_of(self)
+    if assets is None:
+        return stock
+    return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]

@@ -15,9 +15,9 @@ below ``saesteer.plugin``; and the reason. A word in front of the place shows ho
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial, wraps
 from importlib import import_module, metadata
 from typing import Any, Literal, cast
 
@@ -51,7 +51,7 @@ stock vllm.entrypoints.speech_to_text.translation.protocol:TranslationRequest
 stock vllm.v1.engine.input_processor:InputProcessor
   process_inputs(request_id, prompt, params)  door.frontend:_checking  checks every spec, keeps its KV apart
 every vllm.config:VllmConfig
-  compute_hash()  door.frontend:_salting_compile_cache  the compile cache keeps our graphs apart
+  compute_hash()  assets:_salting_compile_cache  the compile cache keeps our graphs apart
 every vllm.sampling_params:SamplingParams
   __repr__()  door.logs:_of_params  logs hold no vectors
 every vllm.renderers.base:BaseRenderer
@@ -227,13 +227,23 @@ class Hook:
         module, _, name = self.place.partition(":")
         return getattr(import_module(f"saesteer.plugin.{module}"), name)
 
-    def replace(self) -> None:
+    def replace(self, *, at_once: bool = False) -> None:
         """Put the replacement in place; it keeps the original as ``__wrapped__``.
 
         A function that is not a method is replaced in all modules that have imported it by name.
+
+        Args:
+            at_once: import ours now, which may fail with an unknown vLLM, not in the processes that call it.
         """
         original = self.find()
-        replacement = self.ours()(original)
+        made = cache(lambda: self.ours()(original))
+
+        @wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return made()(*args, **kwargs)
+
+        if at_once:
+            made()
         owner, _, name = self.path.rpartition(".")
         if owner:
             setattr(getattr(import_module(self.module), owner), name, replacement)
@@ -306,10 +316,16 @@ def guard() -> list[str]:
     Returns:
         A sentence for each that it lacks, and one if its version is unknown.
     """
-    problems = []
-    for step in (_refuse_unknown, *(hook.replace for hook in HOOKS if hook.process == "stock")):
+    problems: list[str] = []
+
+    def attempt(step: Callable[[], None]) -> None:
         try:
             step()
         except Exception as exc:  # noqa: BLE001  # whatever an unknown vLLM has changed, it starts
             problems.append(str(exc))
+
+    attempt(_refuse_unknown)
+    for hook in HOOKS:
+        if hook.process == "stock":
+            attempt(partial(hook.replace, at_once=bool(problems)))
     return problems

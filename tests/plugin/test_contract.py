@@ -1,6 +1,8 @@
 """Every hook point of the installed vLLM is what saesteer counts on, and a changed one is a refusal that names it."""
 
 import inspect
+import os
+import subprocess
 import sys
 from collections import Counter
 from typing import Any, get_args
@@ -16,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer import plugin
 from saesteer.plugin import configured, contract  # needs vLLM
-from saesteer.plugin.assets import assets_of, fingerprint
+from saesteer.plugin.assets import _salting_compile_cache, assets_of, fingerprint
 from saesteer.plugin.door import frontend
 
 
@@ -92,7 +94,7 @@ class _Config:
 
 
 def _hash(additional: Any) -> str:
-    return str(frontend._salting_compile_cache(lambda self: "0123456789")(_Config(additional)))
+    return str(_salting_compile_cache(lambda self: "0123456789")(_Config(additional)))
 
 
 def test_the_compile_cache_key_changes_with_the_plugin_and_with_every_change_of_sites(tmp_path: Any) -> None:
@@ -128,3 +130,20 @@ def test_a_disabled_server_refuses_instead_of_ignoring(monkeypatch: pytest.Monke
     assert assets_of(config) is not None
     monkeypatch.setenv("SAESTEER_DISABLE", "1")
     assert assets_of(config) is None, "without a catalog every spec is refused, see above"
+
+
+def test_a_worker_imports_nothing_of_the_front_end() -> None:
+    code = """
+import sys
+from saesteer.plugin import register
+register()
+import saesteer.plugin.worker.worker
+from vllm.config import VllmConfig
+VllmConfig().compute_hash()
+wings = "client", "labels", "workbench", "bridges"
+front = *("plugin." + one for one in ("http", "door")), *("plugin.results." + one for one in ("report", "kept"))
+print([name for name in sys.modules if name.startswith(tuple("saesteer." + one for one in (*wings, *front)))])
+"""
+    environment = {**os.environ, configured.ENV: "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr[-2000:]

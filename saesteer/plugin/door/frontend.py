@@ -12,9 +12,8 @@ Wraps, each in the process that talks to clients:
 """
 
 import asyncio
-import hashlib
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -46,15 +45,6 @@ from saesteer.plugin.results.errors import WORDS, SpecRefused
 from saesteer.plugin.wrap import Original, around
 
 _serving: list[versions.Names] = []  # the names of this process's server, for what does not know the server
-
-
-@around
-def _salting_compile_cache(original: Original, self: Any, *args: Any, **kwargs: Any) -> str:
-    stock = original(self, *args, **kwargs)
-    assets = assets_of(self)
-    if assets is None:
-        return stock
-    return hashlib.sha256((stock + fingerprint(assets)).encode()).hexdigest()[: len(stock)]
 
 
 @around
@@ -256,8 +246,12 @@ def _agree(assets: Assets, statuses: list[Any]) -> None:
             raise ConfigError(f"a worker runs another saesteer or other dictionaries: {status}, expected {expected}")
 
 
-def _lost(exc: Exception) -> ConfigError:
-    return ConfigError(f"a worker does not answer saesteer's handshake, so it would not steer: {exc}")
+@contextmanager
+def _answered() -> Iterator[None]:
+    try:
+        yield
+    except Exception as exc:
+        raise ConfigError(f"a worker does not answer saesteer's handshake, so it would not steer: {exc}") from exc
 
 
 @around
@@ -267,10 +261,8 @@ def _shaking_hands(original: Original, self: Any) -> Any:
     assets = None if getattr(self, "saesteer_agreed", False) else assets_of(self.vllm_config)
     if assets is not None:
         contract.install("offline")  # here LLM has been imported, if it is used at all
-        try:
+        with _answered():
             statuses = self.collective_rpc("saesteer_status")
-        except Exception as exc:
-            raise _lost(exc) from exc
         _agree(assets, statuses)
         self.saesteer_agreed = True
     return tasks
@@ -285,10 +277,8 @@ async def _shaking_hands_async(original: Original, self: Any) -> Any:
         metrics.install((*WORDS, consuming.FAILED, memory.CODE, access.WRONG_KEY))
         logs.filter_streams()
         metrics.pools(self.input_processor.saesteer_names.usage())
-        try:
+        with _answered():
             statuses = await ask_workers(self, "saesteer_status")
-        except Exception as exc:
-            raise _lost(exc) from exc
         _agree(assets, statuses)
         self.saesteer_agreed = True
     return tasks
