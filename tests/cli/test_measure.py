@@ -275,7 +275,8 @@ def test_the_embedded_dictionary_measures_as_its_training_did(tmp_path: Path) ->
     done = saesteer("inspect", str(DEMO_SAE), "--measure", "--text-file", f"{tmp_path}/text", "--max-tokens", "800")
     assert done.returncode == 0, done.stderr
     [line] = [line for line in done.stdout.splitlines() if line.startswith("│") and "resid_post.15" in line]
-    _, _, tokens, l0, _, fvu, _ = line.split("│")
+    _, _, tokens, l0, _, fvu, recovered, _ = line.split("│")
     assert int(tokens) > 700
     assert 15 < float(l0) < 60
     assert float(fvu) < 0.3
+    assert 0.8 < float(recovered) < 1.05, line
