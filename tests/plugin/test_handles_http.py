@@ -6,16 +6,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 from saesteer.client import Client, numbers
 from tests.plugin.asked_http import metric
 from tests.plugin.conftest import CUDA, LONG_PROMPT
+from tests.plugin.serving import Served
 from tests.plugin.turns import TURNS
 
 pytestmark = pytest.mark.slow
@@ -29,21 +32,23 @@ SPEC = {"return": {"activations": READS, "probes": ["probe"]}}
 SAMPLED = {"model": "base", "n": 2, "seed": 5, "temperature": 1.2, "ignore_eos": True, "saesteer": SPEC}
 
 
-def kept() -> set[str]:
-    """The results and rooms that servers of this machine have."""
-    files = Path(tempfile.gettempdir()).glob("saesteer-*/**/*")
+def kept(server: Served) -> set[str]:
+    """The results and rooms that a server has; other tests may run beside this one."""
+    process = psutil.Process(server.pid)
+    ours = [process.pid, *(one.pid for one in process.children(recursive=True))]
+    files = chain.from_iterable(Path(tempfile.gettempdir()).glob(f"saesteer-{one}-*/**/*") for one in ours)
     return {one.name for one in files if re.match(r"[0-9a-f]{32}", one.name)}
 
 
 @pytest.fixture
-def before(any_server: httpx.Client) -> Iterator[set[str]]:
+def before(any_server: Served) -> Iterator[set[str]]:
     """What is kept before a test; it leaves no more behind."""
-    found = kept()
+    found = kept(any_server)
     yield found
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (kept() - found or metric(any_server, "vllm:num_requests_running")):
+    while time.monotonic() < deadline and (kept(any_server) - found or metric(any_server, "vllm:num_requests_running")):
         time.sleep(0.1)
-    assert kept() <= found
+    assert kept(any_server) <= found
     assert metric(any_server, "vllm:num_requests_running") == 0
 
 
@@ -62,7 +67,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_that_leaves_when_one_choice_has_ended_leaves_no_result(
-    any_server: httpx.Client, before: set[str], way: str
+    any_server: Served, before: set[str], way: str
 ) -> None:
     """Its handles came with the chunk that ended it. A stop token ends one of the two long before the other.
 
@@ -90,9 +95,9 @@ def test_a_client_that_leaves_when_one_choice_has_ended_leaves_no_result(
         assert [tuple(rows.shape) for rows in found] == [tuple(entry["shape"]) for entry in entries]
         mean = found[1].astype(np.float64).mean(0)
         np.testing.assert_allclose(found[2][0], mean, rtol=0, atol=1e-3 * abs(mean).max())
-        assert any("." in name for name in kept() - before), "the other choice has room, and no result yet"
+        assert any("." in name for name in kept(any_server) - before), "the other choice has room, and no result yet"
     gone, deadline = set(handles), time.monotonic() + 30
-    while gone & kept() and time.monotonic() < deadline:
+    while gone & kept(any_server) and time.monotonic() < deadline:
         time.sleep(0.05)
     for handle in handles:
         assert any_server.get(f"/v1/saesteer/results/{handle}").status_code == 404
@@ -101,7 +106,7 @@ def test_a_client_that_leaves_when_one_choice_has_ended_leaves_no_result(
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
 @pytest.mark.parametrize("seconds", [0.01, 0.1, 0.25] if CUDA else [0.01, 0.3, 1.5])  # the answer takes far longer
 def test_a_client_that_leaves_at_any_time_leaves_no_result(
-    any_server: httpx.Client, before: set[str], stream: bool, seconds: float
+    any_server: Served, before: set[str], stream: bool, seconds: float
 ) -> None:
     body = {**SAMPLED, "prompt": [LONG_PROMPT, LONG_PROMPT[:50]], "max_tokens": 600, "stream": stream}
     timeout = httpx.Timeout(seconds, connect=60)
@@ -115,7 +120,7 @@ def test_a_client_that_leaves_at_any_time_leaves_no_result(
         raise AssertionError("the answer was there before its client left")
 
 
-def test_those_who_stay_get_theirs(any_server: httpx.Client, before: set[str]) -> None:
+def test_those_who_stay_get_theirs(any_server: Served, before: set[str]) -> None:
     """Beside clients that leave."""
     body = {**SAMPLED, "prompt": LONG_PROMPT[:300], "max_tokens": 12}
     inline = {"return": {"activations": [{**one, "as": "inline"} for one in READS]}}
@@ -133,7 +138,7 @@ def test_those_who_stay_get_theirs(any_server: httpx.Client, before: set[str]) -
 
 
 @pytest.mark.parametrize("how", ["inline", "handle"])
-def test_what_may_be_too_much_is_a_413_with_the_numbers(any_server: httpx.Client, before: set[str], how: str) -> None:
+def test_what_may_be_too_much_is_a_413_with_the_numbers(any_server: Served, before: set[str], how: str) -> None:
     """Thirty-two answers of up to 900 tokens, two rows of 576 numbers for each token: 64 MiB are allowed."""
     reads = [{"site": site, "as": how} for site in ("resid_post.15", "resid_post.20")]
     body = {**SAMPLED, "n": 32, "max_tokens": 900, "prompt": "Once", "saesteer": {"return": {"activations": reads}}}
