@@ -113,4 +113,4 @@ def test_what_is_refused() -> None:
     unknown = replace(CATALOG, dictionaries={**INFOS, "clt@5": replace(INFOS["clt@5"], has_max_act=False)})
     field, code, message = refusal(of(5, unit="max_act"), catalog=unknown)
     assert (field, code) == ("saesteer.edits[0].unit", "unknown_max_act")
-    assert message.endswith("the max activations of 'clt@5' are not known")
+    assert "the max activations of 'clt@5' are not known, `saesteer calibrate` finds them" in message

@@ -188,7 +188,7 @@ class Door:
         whole = wanted is None and kind == RequestOutputKind.FINAL_ONLY and not params.stop
         params.extra_args = {**(params.extra_args or {}), KEY: {**meaning.admitted, WHOLE: whole}}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
-        if any(map(spooled, own)) and not spec.returns.consumers and (params.n or 1) == 1:
+        if rooms and any(map(spooled, own)) and not spec.returns.consumers and (params.n or 1) == 1:
             params.extra_args[SPOOLS] = address(_files(meaning.readouts, rooms))
         if meaning.first != (None, None):
             params.extra_args[FIRST] = meaning.first

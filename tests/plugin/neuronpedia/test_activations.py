@@ -33,7 +33,6 @@ def test_single(client: TestClient, engine: StandIn) -> None:
         ({"index": "x"}, "expected the number"),
         ({"index": "9216"}, "9215"),
         ({"source": "nothing"}, "expected one of"),
-        ({"source": "stored"}, "stored"),
         ({"index": None}, "both or neither"),
         ({"prompt": ""}, "no token behind BOS"),
         ({"vector": [1.0], "hook": "blocks.3.hook_resid_post"}, "both or neither"),
