@@ -60,7 +60,9 @@ def send(
                     join(own.setdefault(number, []), span)
         owed = brought.owed(ending)
         for name in owed.keys() - ended:
-            waiting.setdefault(name, []).extend(owed.pop(name).told())
+            late = owed.pop(name)
+            if name in scheduler.requests:  # else its last output is held, and has what was written
+                waiting.setdefault(name, []).extend(late.told())
     for name in filed.keys() & ending:
         waiting.setdefault(name, []).extend([number, spans] for number, spans in filed.pop(name).items())
     made = {one.request_id: one for one in sending.of(outputs)} if waiting else {}
