@@ -15,6 +15,7 @@ from weakref import finalize, ref
 import torch
 from torch import Tensor
 
+from saesteer.engine.filer import mark
 from saesteer.engine.sinks import Sink
 from saesteer.engine.writer import MOST, Filing, Owed, Writer
 
@@ -117,7 +118,12 @@ class Staging:
         if not self._steps or self._buffers is None:
             return
         steps, self._steps = self._steps, []
-        self._copied[self._current] = self._copy(self._buffers[self._current][: self._used], steps)
+        try:
+            self._copied[self._current] = self._copy(self._buffers[self._current][: self._used], steps)
+        except BaseException:  # these rows are lost, and no answer may do without them in silence
+            for path in {sink.path for filing, _, _ in steps for sink in filing.sinks}:
+                mark(path)
+            raise
         self._current, self._used = 1 - self._current, 0
         behind = self._copied[self._current]
         if behind is not None:

@@ -4,7 +4,9 @@ Two need a GPU. This file is both the last of them, of what happens beside a sec
 """
 
 import random
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from saesteer.engine.filer import LACKING
 from saesteer.engine.sinks import Sink
 from saesteer.engine.staging import Filed, Staging
 from tests.apart import hear, tell
@@ -71,6 +74,22 @@ def test_a_device_without_room_brings_each_step_home(
     ], "once"
     for file in (0, 2):
         assert torch.equal(files.content(file), files.expected[file])
+
+
+def test_rows_that_do_not_reach_the_host_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread copies them: their files are marked, so the answer fails."""
+
+    def broken(*_: Any) -> int:
+        raise RuntimeError("the device has failed")
+
+    files = Files(tmp_path)
+    files.step(1, {0: 1})
+    monkeypatch.setattr(files.staging.writer, "take", broken)
+    with suppress(RuntimeError):  # else the thread of the buffers was first
+        files.staging.bring_home(files.staging.ticket)
+    soon(lambda: stat.S_IMODE((tmp_path / "0").stat().st_mode) == LACKING)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) == LACKING for name in "01"]
+    assert modes == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
