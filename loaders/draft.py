@@ -88,6 +88,7 @@ class Draft:
     sites: Sites = (None, None)
     feature_unit: FeatureUnit = "raw"
     skip_first: int = 1
+    exclude_special_tokens: bool = False
     feature_ids: tuple[int, ...] | None = None
     can_reconstruct: bool = True
     model: str | None = None

@@ -5,7 +5,7 @@
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, model, addresses, feature_ids, can_reconstruct, centred, l0, max_act_gaps; and measured,
+feature_unit, skip_first, exclude_special_tokens, model, addresses, feature_ids, can_reconstruct, centred, l0, max_act_gaps; and measured,
 which nothing reads. A file without metadata is accepted if it has max_act, as the first ones had, and if F != d, which
 shows that it is not transposed like other formats with the same keys.
 """
@@ -88,6 +88,7 @@ def _one(file: Path) -> Draft | None:
         sites=(_site(file, about, "site_in"), _site(file, about, "site_out")),
         feature_unit=one_of(file, about, "feature_unit", get_args(FeatureUnit), "raw"),
         skip_first=_number(file, about, "skip_first") if "skip_first" in about else 1,
+        exclude_special_tokens=_is_true(file, about, "exclude_special_tokens", "false"),
         feature_ids=_feature_ids(file, about),
         can_reconstruct=_is_true(file, about, "can_reconstruct", "true"),
         model=about.get("model"),
@@ -130,6 +131,7 @@ def _metadata(info: CoderInfo) -> dict[str, str]:
         "addresses": " ".join(info.addresses) or None,
         "can_reconstruct": json.dumps(info.can_reconstruct),
         "centred": "true" if info.centred else None,
+        "exclude_special_tokens": "true" if info.exclude_special_tokens else None,
         "feature_ids": None if info.feature_ids is None else json.dumps(info.feature_ids),
         "feature_unit": info.feature_unit,
         "in_norm": info.in_norm,

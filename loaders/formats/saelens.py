@@ -118,6 +118,8 @@ def draft(place: Path) -> Draft | None:
         in_norm=in_norm,
         sites=sites,
         feature_unit="raw" if in_norm == "none" else "normalised",
+        skip_first=_skipped(config, about),
+        exclude_special_tokens=bool(about.get("exclude_special_tokens")),  # true, or a list of ids
         model=text(config, about, "model_name"),
         by_place=unsaid,
         addresses=addresses(about.get("neuronpedia_id")),
@@ -145,6 +147,15 @@ def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
     if isinstance(cfg.get("normalize_activations"), bool):
         cfg["normalize_activations"] = "expected_average_only_in" if cfg["normalize_activations"] else "none"
     return cfg
+
+
+def _skipped(file: Path, about: dict[str, Any]) -> int:
+    """The first position that it was trained on: ``seqpos_slice`` is what Python's slice takes. An end is no limit."""
+    said = about.get("seqpos_slice") or [None]
+    start = said[0] if isinstance(said, list) and len(said) > 1 else None  # slice(n) begins at 0
+    if not isinstance(said, list) or (start is not None and (type(start) is not int or start < 0)):
+        raise wrong(file, "seqpos_slice", repr(said), "[start, end] with a start from 0 on")
+    return start or 1
 
 
 def _unsaid(file: Path) -> str:

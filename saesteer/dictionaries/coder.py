@@ -65,6 +65,7 @@ class CoderInfo:
     feature_unit: FeatureUnit = "raw"  # the unit of a clamp's value
     has_max_act: bool = False
     skip_first: int = 1  # first positions that the format leaves unedited
+    exclude_special_tokens: bool = False  # it was trained without the tokenizer's special tokens
     source: str = ""  # the path or hub id as given
     fingerprint: str = ""  # digest of the files' content, see loaders.files.fingerprint
     feature_ids: tuple[int, ...] | None = None

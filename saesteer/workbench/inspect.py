@@ -91,11 +91,11 @@ def _described(source: DictionarySource, copies: hub.Headers) -> list[tuple[str,
 def _set_facts(place: str, infos: list[CoderInfo], layers: tuple[int, ...]) -> list[tuple[str, str]]:
     """What all dictionaries of a set have in common, and one line for each of them."""
     first = dict(_facts(infos[0]))
-    shared = ("format", "kind", "model", "activation", "input norm", "unit", "leaves alone", "dtype")
+    shared = ("format", "kind", "model", "activation", "input norm", "unit", "leaves alone", "trained", "dtype")
     without = [layer for layer, info in zip(layers, infos, strict=True) if not info.has_max_act]
     known = f"unknown at layer {_listed(tuple(without))}" if without else "known"
     lines = [("source", place), ("set", f"{len(infos)} dictionaries, of layer {_listed(layers)}")]
-    lines += [(name, first[name]) for name in shared]
+    lines += [(name, first[name]) for name in shared if first[name]]
     on_disk = decimal(sum({info.source: info.bytes_on_disk for info in infos}.values()))  # one file may hold all
     lines += [("max_act", known), ("on disk", on_disk), _in_memory(infos)]
     lines.append(("by rows", first["by rows"]))
@@ -170,6 +170,7 @@ def _facts(info: CoderInfo) -> list[tuple[str, str]]:
         ("unit", f"{info.feature_unit} feature values"),
         ("max_act", "known" if info.has_max_act else unknown),
         ("leaves alone", f"the first {max(1, info.skip_first)} position(s), unless a scope names them"),
+        ("trained", "without special tokens" if info.exclude_special_tokens else ""),
         ("dtype", info.stored_dtype),
         ("on disk", decimal(info.bytes_on_disk)),
         _in_memory([info]),

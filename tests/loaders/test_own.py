@@ -49,6 +49,7 @@ def coders(draw: st.DrawFn) -> SparseCoder:
         feature_unit=draw(st.sampled_from(["raw", "normalised"])),
         has_max_act=has_max_act,
         skip_first=draw(st.integers(0, 3)),
+        exclude_special_tokens=draw(st.booleans()),
         feature_ids=draw(ids),
         can_reconstruct=draw(st.booleans()),
         model=draw(st.none() | st.text(min_size=1, max_size=5)),

@@ -103,6 +103,15 @@ def cases() -> list[Case]:
         "model_from_pretrained_kwargs": dict.fromkeys(CHANGING, True)
     }  # none of which changes the stream
     add("v6-options", cfg, plain, kind="relu")
+    for name, said in {"true": True, "ids": [0, 2]}.items():
+        cfg = v6("standard")
+        cfg["metadata"] |= {"seqpos_slice": [5, None], "exclude_special_tokens": said}
+        facts = {"skip_first": 5, "exclude_special_tokens": True}
+        add(f"v6-trained-on-{name}", cfg, plain, kind="relu", facts=facts)
+    anywhere = {"seqpos_slice": [None], "exclude_special_tokens": False}
+    facts = {"skip_first": 1, "exclude_special_tokens": False}
+    add("old-trained-anywhere", old(**anywhere), plain, kind="relu", facts=facts)
+    add("old-trained-until", old(seqpos_slice=[9]), plain, kind="relu", facts={"skip_first": 1})
     z["metadata"] |= centring  # which does not change z
     add("v6-centred-z", z, plain, kind="relu", facts={"site_in": "z.3", "site_out": "z.3"})
     cached = "models--jbloom--GPT2-Small-SAEs-Reformatted/snapshots/abc/blocks.3.hook_resid_post"
@@ -218,6 +227,7 @@ def wrong() -> list[Row]:
         row("one-head", meta(hook_name=head, hook_head_index=3), "hook_head_index: 3; expected null"),
         row("mlp_in", meta(hook_name="blocks.1.hook_mlp_in"), "hook_name: blocks.1.hook_mlp_in, on either side"),
         row("two-places", meta(hf_hook_name="model.layers.4.output"), "is resid_post.4, hook_name"),
+        row("positions", meta(seqpos_slice=[-5, None]), "seqpos_slice: [-5, None]; expected [start, end]"),
         row("reshape", v6("jumprelu", reshape_activations="hook_z"), "reshape_activations: 'hook_z'"),
         row(
             "centred-l2", centred_l2, "model_from_pretrained_kwargs: center_writing_weights, with a norm of the centred"
