@@ -5,9 +5,9 @@
     pre = x @ W_enc.T + b_enc;  f = pre where pre > threshold (relu without one; topk with metadata k)
 
 The file's metadata holds everything else, as strings: format (saesteer), activation, k, in_norm, site_in, site_out,
-feature_unit, skip_first, exclude_special_tokens, model, addresses, feature_ids, can_reconstruct, centred, l0, max_act_gaps; and measured,
-which nothing reads. A file without metadata is accepted if it has max_act, as the first ones had, and if F != d, which
-shows that it is not transposed like other formats with the same keys.
+feature_unit, skip_first, exclude_special_tokens, model, addresses, feature_ids, can_reconstruct, centred, l0,
+max_act_gaps; and measured, which nothing reads. A file without metadata is accepted if it has max_act, as the first
+ones had, and if F != d, which shows that it is not transposed like other formats with the same keys.
 """
 
 from __future__ import annotations

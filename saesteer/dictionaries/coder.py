@@ -65,7 +65,6 @@ class CoderInfo:
     feature_unit: FeatureUnit = "raw"  # the unit of a clamp's value
     has_max_act: bool = False
     skip_first: int = 1  # first positions that the format leaves unedited
-    exclude_special_tokens: bool = False  # it was trained without the tokenizer's special tokens
     source: str = ""  # the path or hub id as given
     fingerprint: str = ""  # digest of the files' content, see loaders.files.fingerprint
     feature_ids: tuple[int, ...] | None = None
@@ -82,6 +81,7 @@ class CoderInfo:
     by_rows: bool = False  # the server holds no weights of it: rows of features come from its file with a request
     # The features without a known max_act though others have one: first, one after the last, first, ..., ascending.
     max_act_gaps: tuple[int, ...] = ()
+    exclude_special_tokens: bool = False  # it was trained without the tokenizer's special tokens
 
     def __post_init__(self) -> None:
         assert self.activation in get_args(Activation), self.activation
