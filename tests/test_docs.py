@@ -13,6 +13,7 @@ import pytest
 
 from saesteer.errors import SpecError
 from saesteer.language.edits import OPS, Clamp, Gate, Scope
+from saesteer.language.fields import table
 from saesteer.language.inline import InlineVector
 from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return, Spec, from_json
@@ -153,7 +154,7 @@ KINDS = [FeatureRead, ProbeRead, ActivationRead, HiddenRead]
 
 @pytest.mark.parametrize("record", [Spec, Return, *KINDS, Scope, Gate, InlineVector], ids=lambda one: str(one.__name__))
 def test_every_field_of_a_record_is_described(record: Any) -> None:
-    known = {one.metadata["key"] or one.name for one in fields(record)}
+    known = table(record)
     assert {name for name in known if not re.search(rf'[`"]{name}[`"]', REQUESTS)} == set()
 
 

@@ -21,6 +21,8 @@ app = typer.Typer(
     help="Clamp features of sparse autoencoders, per request, inside a stock vLLM server.",
 )
 
+_SHORT = {"--require-spec": "spec", "--default-module-required": "default"}  # flag → the value of --require
+
 
 def _flag(name: str) -> Any:
     one = OPTIONS[name]
@@ -86,8 +88,11 @@ def serve(
     from saesteer.commands import serve
 
     words = {name: value for name, value in settings.items() if value is not None}
+    if short := [_SHORT[word] for word in context.args if word in _SHORT]:
+        words["require"] = [*words.get("require", ()), *short]
     config = read_settings(file=saesteer_config, **words)
-    serve.serve(model, config, context.args, saesteer_admin_key or None, verbose=verbose)
+    flags = [word for word in context.args if word not in _SHORT]
+    serve.serve(model, config, flags, saesteer_admin_key or None, verbose=verbose)
 
 
 def main() -> None:

@@ -69,9 +69,9 @@ class Assets:
                 raise ConfigError(f"site {site!r} is not served by this version; served: {', '.join(SERVED_KINDS)}")
         known = [*config.dictionaries, *rows, *rows.sets, *addresses_of(infos)]
         modules = read_modules(config.modules, dictionaries=known, vectors=vectors)
-        if config.default_module not in modules and (config.default_module or config.default_module_required):
+        if config.default_module not in modules and (config.default_module or "default" in config.require):
             which = f"one of: {listing(modules)}" if modules else "and there is none; --module NAME=FILE adds one"
-            under = " under default_module_required" if config.default_module_required else ""
+            under = " under --require default" if "default" in config.require else ""
             found = f"got {config.default_module!r}{under}, expected the name of a module, {which}"
             raise ConfigError(f"default_module: {found}")
         return cls(config, infos, vectors, modules, rows, sets)

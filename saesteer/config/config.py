@@ -213,11 +213,13 @@ OPTIONS: dict[str, Option] = {
         optional(fields.text),
         'A module that steers every request, unless it has "defaults": false.',
     ),
-    "default_module_required": Option(
-        "--default-module-required/--no-default-module-required",
-        None,
-        fields.flag,
-        'Refuse "defaults": false, so that the default module steers every request; off by default.',
+    "require": Option(
+        "--require",
+        "default|spec,...",
+        fields.list_of(fields.one_of("default", "spec"), _MOST_MODELS),
+        'default refuses "defaults": false, so that the default module steers every request; spec refuses requests '
+        "that ask for nothing, whatever the default module does. --default-module-required and --require-spec are "
+        "short for them. Repeatable.",
         ("LLM",),
     ),
     "max_dose": Option(
@@ -314,7 +316,7 @@ class SaesteerConfig:
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     dictionaries_of: tuple[str, ...] = ()  # models whose dictionaries fit the served one
     default_module: str | None = None  # the module that every request uses first, unless it opts out
-    default_module_required: bool = False  # whether no request may opt out
+    require: tuple[str, ...] = ()  # "default": no request may opt out of it; "spec": each must ask for something
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # that requests may name, with options

@@ -50,7 +50,7 @@ def read_settings(
         dictionaries: each ``NAME=PLACE[@@REVISION][@SITE]``; ``np:MODEL/SOURCE...`` is its own name.
         sites: names; each argument holds one, or several separated by commas.
         file: a YAML file; the other arguments override it, except that lists of sites, models and hosts add up.
-        **given: other options of ``saesteer.config`` by name; None: not given. ``reads``, ``capture``,
+        **given: other options of ``saesteer.config`` by name; None: not given. ``reads``, ``capture``, ``require``,
             ``dictionaries_of`` and ``allow_hosts`` are as ``sites``; ``vectors`` and ``modules`` each ``NAME=FILE``;
             ``consumers`` each ``NAME``, or ``NAME=`` and its options as a JSON object.
 
@@ -60,7 +60,7 @@ def read_settings(
     told = SaesteerConfig() if file is None else _read(Path(file))
     given |= {"dictionaries": dictionaries, "sites": sites}
     words = {name: value for name, value in given.items() if value is not None}
-    for name in ("sites", "reads", "capture", "dictionaries_of", "allow_hosts"):
+    for name in ("sites", "reads", "capture", "dictionaries_of", "allow_hosts", "require"):
         more = [one for word in words.get(name, ()) for one in word.split(",") if one]
         words[name] = [*getattr(told, name), *more]
     for name, example in (

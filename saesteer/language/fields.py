@@ -376,7 +376,8 @@ _TABLES: dict[type, dict[str, Field[Any]]] = {}
 def table(cls: type[Record]) -> dict[str, Field[Any]]:
     """The fields of a record by their names in JSON, in order; those that every edit has come last."""
     if cls not in _TABLES:
-        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in sorted(fields(cls), key=attrgetter("kw_only"))}
+        own = sorted((one for one in fields(cls) if one.metadata), key=attrgetter("kw_only"))
+        _TABLES[cls] = {one.metadata["key"] or one.name: one for one in own}
     return _TABLES[cls]
 
 

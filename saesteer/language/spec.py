@@ -161,6 +161,7 @@ class Spec(Record):
     returns: Return = may(record(Return, null=True), Return(), key="return")
     defaults: bool = may(boolean, True)  # whether the server's default module applies
     version: Literal[1] = may(_version, VERSION)
+    model: str | None = None  # the module that the request's model names, in front of the edits; no field of the JSON
 
     @classmethod
     def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from itertools import chain
 from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp
 from saesteer.language.spec import Spec
-from saesteer.planning.expand import steps
+from saesteer.planning.expand import steps_of
 from saesteer.planning.plan import Catalog, Feature, Plan
 
 
@@ -31,8 +31,7 @@ def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
 def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
     """The features that a spec and its modules name, before anything is checked; none where it is wrong."""
     try:
-        default = catalog.default if spec.defaults else None
-        edits = [edit for step in steps(spec.edits, catalog.modules, default=default) for edit in step.alike.each()]
+        edits = [edit for step in steps_of(spec, catalog) for edit in step.alike.each()]
     except SpecError:
         return
     for edit in edits:

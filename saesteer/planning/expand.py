@@ -11,7 +11,7 @@ from saesteer.language.edits import Clamp, Edit, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
 from saesteer.language.rules import Rule
 from saesteer.language.spec import MAX_EDITS, Return, Spec
-from saesteer.planning.plan import behind
+from saesteer.planning.plan import Catalog, behind
 
 MAX_DEPTH = 32  # how deep modules may be nested, including the one that a request names
 _NOTHING = Return()
@@ -35,8 +35,22 @@ class Step(NamedTuple):
         return self._replace(edit=some.first, at=behind(self.at, start), alike=some)
 
 
+def in_front(spec: Spec, catalog: Catalog) -> list[tuple[str, str]]:
+    """The modules that are used in front of a request's own edits, each as its path and its name."""
+    found = ("saesteer.defaults", catalog.default if spec.defaults else None), ("model", spec.model)
+    return [(at, name) for at, name in found if name is not None]
+
+
+def steps_of(spec: Spec, catalog: Catalog) -> Iterator[Step]:
+    """The edits of a request in the order in which they apply, as ``steps``."""
+    return steps(spec.edits, catalog.modules, first=in_front(spec, catalog))
+
+
 def steps(
-    edits: Sequence[Edit], modules: Mapping[str, Spec], inside: tuple[str, ...] = (), default: str | None = None
+    edits: Sequence[Edit],
+    modules: Mapping[str, Spec],
+    inside: tuple[str, ...] = (),
+    first: Sequence[tuple[str, str]] = (),
 ) -> Iterator[Step]:
     """The edits in the order in which they apply, each found only when the caller asks for it.
 
@@ -44,18 +58,16 @@ def steps(
         edits: the edits of a request or a module.
         modules: all modules, by name.
         inside: the modules that the edits stand in, outermost first.
-        default: a module that is used in front of them.
+        first: modules that are used in front of them, each as its path and its name.
 
     Raises:
         SpecError: a module is unknown or uses itself, modules are nested too deep, there are too many edits, or the
             product of the scales is too large.
     """
     walk = _Walk(modules)
-    found = walk.walk(edits, "saesteer", 1.0, None, inside)
-    if default is not None:
-        found = chain(walk.use(Use(default), "saesteer.defaults", "saesteer.defaults", 1.0, None, inside), found)
+    used = (walk.use(Use(name), at, at, 1.0, None, inside) for at, name in first)
     room = MAX_EDITS
-    for step in found:
+    for step in chain(*used, walk.walk(edits, "saesteer", 1.0, None, inside)):
         if step.alike.size > room:
             if room:
                 yield step.part(0, room)

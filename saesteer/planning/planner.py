@@ -13,7 +13,7 @@ from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.rules import Rule
 from saesteer.language.spec import Return, Spec
 from saesteer.planning.by_rows import is_by_rows
-from saesteer.planning.expand import Step, steps
+from saesteer.planning.expand import Step, steps_of
 from saesteer.planning.lookup import check_feature, dictionary_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
     END,
@@ -91,8 +91,7 @@ def plan(spec: Spec, catalog: Catalog, prompt_len: int, starts: Sequence[int] | 
     """
     assert prompt_len >= 0
     planner = _Planner(catalog, prompt_len)
-    default = catalog.default if spec.defaults else None
-    for step in steps(spec.edits, catalog.modules, default=default):
+    for step in steps_of(spec, catalog):
         planner.take(step.edit, step)
     found = planner.finish()
     if spec.returns != _NOTHING:

@@ -159,15 +159,20 @@ http vllm.v1.engine.async_llm:AsyncLLM
   check_health()  used http.neuronpedia.routes:health  Neuronpedia's health route
 http vllm.entrypoints.serve.utils.request_logger:RequestLogger
   log_request_body(request)  late door.logs:_of_body  logs hold no vectors
+http vllm.entrypoints.openai.models.serving:OpenAIServingModels
+  show_available_models()  http.models:_listing  modules are models
 http vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
+  _check_model(request)  http.models:_checking  the same
   chat_completion_full_generator(request, result_generator)  http.bodies:_chat  applied edits
   chat_completion_stream_generator(request, result_generator)  http.bodies:_chat_stream  applied edits
   create_chat_completion(request, raw_request)  http.streams:_looking  refusals of streams
 http vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
+  _check_model(request)  http.models:_checking  the same
   request_output_to_completion_response(final_res_batch, request)  http.bodies:_completion  applied edits
   completion_stream_generator(request, engine_inputs, result_generator)  http.bodies:_completion_stream  applied edits
   create_completion(request, raw_request)  http.streams:_looking  refusals of streams
 http vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
+  _check_model(request)  http.models:_checking  the same
   responses_full_generator(request, sampling_params, result_generator, context)  http.bodies:_response  applied edits
   responses_stream_generator(request, sampling_params, result_generator, context)  http.bodies:_response_stream  reads
   create_responses(request, raw_request)  http.streams:_looking  refusals of streams

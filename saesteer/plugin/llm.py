@@ -38,7 +38,7 @@ class LLM(vllm.LLM):
         dictionary_folder: a folder; every dictionary below it is served by rows, under its path there.
         dictionaries_of: models whose dictionaries fit this one, where its name does not say it.
         default_module: a module that steers everything, unless a spec has ``"defaults": False``.
-        default_module_required: refuse ``"defaults": False``.
+        require: "default" refuses ``"defaults": False``, "spec" refuses prompts without a spec that asks for something.
         max_dose: how much edits may change a token at a site, in lengths of the stream there; None: no limit.
         max_dose_action: what to do with a larger change: ``clamp``, the default, scales it down to ``max_dose``;
             ``refuse`` ends its request with an error.
@@ -73,7 +73,7 @@ class LLM(vllm.LLM):
         dictionary_folder: str | None = None,
         dictionaries_of: Sequence[str] = (),
         default_module: str | None = None,
-        default_module_required: bool = False,
+        require: Sequence[str] = (),
         max_dose: float | None = None,
         max_dose_action: DoseAction | None = None,
         fail_fast: bool = False,

@@ -69,7 +69,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
     words += ["--sites", "resid_post.all", "--pool-rows", "9", "--inline-rows", "2", "--max-edits", "16"]
     words += ["--dictionary", f"gs={DEMO_SAE}", "--saesteer-config", f"{tmp_path}/more.yaml", "--seed=7"]
     words += ["--max-dose", "0.5", "--max-dose-action", "refuse"]
-    words += ["--default-module", "calm", "--default-module-required"]
+    words += ["--default-module", "calm", "--default-module-required", "--require", "spec"]
     words += ["--dictionary", f"stored=rows:{DEMO_SAE}@resid_post.2"]
     words += ["--dictionary-folder", str(DEMO_SAE.parent), "--consumer", "logging", "--capture", "z.1,resid_pre.all"]
     words += ["--consumer", f'filesystem={{"folder": "{tmp_path}/asked"}}', "--capture-folder", f"{tmp_path}/captured"]
@@ -98,7 +98,7 @@ def test_every_flag_of_ours_is_heard_and_every_other_goes_to_vllm(
         "result_seconds": 7,
         "dictionary_folder": str(DEMO_SAE.parent),
         "default_module": "calm",
-        "default_module_required": True,
+        "require": ["spec", "default"],
         "max_dose": 0.5,
         "max_dose_action": "refuse",
         "consumers": {"logging": {}, "filesystem": {"folder": f"{tmp_path}/asked"}},

@@ -27,6 +27,7 @@ from saesteer.planning.plan import Read
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
+from saesteer.plugin.door.refusals import without_ours
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
@@ -288,6 +289,6 @@ def test_the_cache_gives_nothing_that_is_read(stock: Any) -> None:
 
 def test_what_a_client_says_of_blocks_is_not_heard() -> None:
     words = {KEY: {}, prefix_cache.RUNS: [[0, 9, "x"]], f"{KEY}_same": "y", "other": 1}
-    assert admission.without_ours(words) == {KEY: {}, "other": 1}
+    assert without_ours(words) == {KEY: {}, "other": 1}
     plain: dict[str, Any] = {"other": 1}
-    assert admission.without_ours(plain) is plain and admission.without_ours(None) is None
+    assert without_ours(plain) is plain and without_ours(None) is None

@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from saesteer.language.fields import step
 from saesteer.plugin.door import frontend
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.http import anthropic, bodies
+from saesteer.plugin.http import anthropic, bodies, models
 from saesteer.plugin.http.routes import near
 from saesteer.plugin.names.versions import Names
 from saesteer.plugin.results.errors import SpecRefused
@@ -59,7 +59,7 @@ PLAIN: list[dict[str, Any]] = [
 @pytest.fixture
 def configured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with saesteer's configuration and no default module."""
-    monkeypatch.setattr(frontend, "_serving", [SimpleNamespace(catalog=SimpleNamespace(default=None))])
+    monkeypatch.setattr(models, "serving", [SimpleNamespace(catalog=SimpleNamespace(default=None))])
 
 
 def served(body: dict[str, Any]) -> list[Callable[[], Any]]:

@@ -52,13 +52,13 @@ def test_a_default_module_that_is_required_is_replaced_and_not_cleared(monkeypat
     spec = {"edits": [{"op": "ablate", "vector": [1, 0, 0], "site": "resid_post.3"}]}
     for name in ("a", "b"):
         assert ask_admin(made, "POST", "modules", headers=headers, json={"name": name, "spec": spec}).status_code == 200
-    made.state.saesteer_admin.engine.input_processor.saesteer_door.config = SaesteerConfig(default_module_required=True)
+    made.state.saesteer_admin.engine.input_processor.saesteer_door.config = SaesteerConfig(require=("default",))
     for name in ("a", "b"):
         told = ask_admin(made, "PUT", "default", headers=headers, json={"module": name})
         assert told.json() == {"module": name}
     refused = ask_admin(made, "DELETE", "default", headers=headers)
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "in_use")
-    assert "--default-module-required" in refused.text
+    assert "--require default" in refused.text
     assert ask_admin(made, "GET", "default", headers=headers).json()["module"] == "b"
     wrong = [{"module": 5}, {"module": "c"}, {"module": ["a"]}, {}, {"module": "a", "name": "a"}]
     found = [ask_admin(made, "PUT", "default", headers=headers, json=body) for body in wrong]

@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.plugin import register
 from saesteer.plugin.configured import configure
-from saesteer.plugin.door import frontend
+from saesteer.plugin.http import models
 
 SPEC = '{"edits": []}'
 AUDIO = "data:audio/wav;base64,AAAA"
@@ -38,7 +38,7 @@ def answer(url: str, **body: Any) -> Any:
 @pytest.mark.parametrize("beams", [False, True])
 @pytest.mark.parametrize("url", ["/v1/audio/transcriptions", "/v1/audio/translations"])
 def test_a_spec_for_audio_is_refused(url: str, beams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "_serving", [SimpleNamespace(catalog=SimpleNamespace(default=None))])
+    monkeypatch.setattr(models, "serving", [SimpleNamespace(catalog=SimpleNamespace(default=None))])
     words = "saesteer: beam search cannot be steered" if beams else "saesteer: is not served on routes of audio"
     asked: Any
     flat = {"saesteer[edits][][op]": "clamp"}, {"vllm_xargs[saesteer]": SPEC}  # as OpenAI's client flattens forms
@@ -51,7 +51,7 @@ def test_a_spec_for_audio_is_refused(url: str, beams: bool, monkeypatch: pytest.
 
 
 def test_beam_search_for_audio_is_refused_under_a_default_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "_serving", [SimpleNamespace(catalog=SimpleNamespace(default="calm"))])
+    monkeypatch.setattr(models, "serving", [SimpleNamespace(catalog=SimpleNamespace(default="calm"))])
     for url in ("/v1/audio/transcriptions", "/v1/audio/translations"):
         assert "beam search cannot be steered" in answer(url, use_beam_search=True).error.message
         assert answer(url).params, "the default module steers it"

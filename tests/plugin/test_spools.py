@@ -23,7 +23,8 @@ from saesteer.engine.sinks import SPOOLS
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog, Window
-from saesteer.plugin.door.admission import Door, without_ours
+from saesteer.plugin.door.admission import Door
+from saesteer.plugin.door.refusals import without_ours
 from saesteer.plugin.results.kept import LEAST, Results
 from tests.plugin.blobs import inside
 from tests.plugin.results import files

@@ -163,7 +163,7 @@ def test_a_default_module_that_names_a_part_of_the_answer_needs_a_parser(folder:
 
 def test_a_server_that_requires_its_default_module_refuses_requests_without_it() -> None:
     catalog = Catalog({}, frozenset({"resid_post.3"}), 64, modules={"m": from_json({"edits": []})}, default="m")
-    door = Door(config=SaesteerConfig(default_module="m", default_module_required=True))
+    door = Door(config=SaesteerConfig(default_module="m", require=("default",)))
 
     def request() -> Any:
         return SimpleNamespace(prompt_token_ids=[1, 2], sampling_params=SamplingParams())

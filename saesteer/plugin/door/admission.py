@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, NoReturn
+from typing import Any
 from uuid import uuid4
 
 from vllm.sampling_params import RequestOutputKind
@@ -27,7 +27,7 @@ from saesteer.planning.applied import Applied
 from saesteer.planning.by_rows import features_of
 from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
-from saesteer.planning.plan import END, Feature, Readout
+from saesteer.planning.plan import END, Clamps, Feature, Readout
 from saesteer.planning.planner import Catalog, Plan, plan
 from saesteer.planning.reach import Scopes, refuse_unmet, scopes_of
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
@@ -35,6 +35,7 @@ from saesteer.planning.runs import Run, contents, runs
 from saesteer.plugin.door.borders import Borders
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.logs import summary
+from saesteer.plugin.door.refusals import refuse_steering
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, border_of
@@ -46,6 +47,7 @@ from saesteer.plugin.results.spools import Layout, Spool
 
 _Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the meaning depends on it
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
+_LETTERS = 16  # of a digest in a header, as of versions
 _LARGEST = 2**20  # bytes that a spec brings; one that brings more is planned for each request
 
 
@@ -53,7 +55,8 @@ _LARGEST = 2**20  # bytes that a spec brings; one that brings more is planned fo
 class Meaning:
     """What a spec does to prompts of one length, or of any length if none of its scopes counts from the prompt."""
 
-    edits: bool  # whether it edits anything
+    edits: int  # how many it has, of all sites
+    digest: str  # of what they do, and where
     applied: Sequence[dict[str, Any]]  # what an answer reports, without counts
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
@@ -139,8 +142,8 @@ class Door:
         """
         if catalog is None:
             refuse_steering()
-        if not spec.defaults and self.config is not None and self.config.default_module_required:
-            found = "is false, but this server steers every request (--default-module-required)"
+        if not spec.defaults and self.config is not None and "default" in self.config.require:
+            found = "is false, but this server steers every request (--require default)"
             fail(f"{KEY}.defaults", "not_served", f"{found}; expected true")
         if not _has_ids(request):
             found = "prompts given as embeddings or as streams are not served by this version"
@@ -186,6 +189,8 @@ class Door:
         )
         kind = getattr(params, "output_kind", None)
         whole = wanted is None and kind == RequestOutputKind.FINAL_ONLY and not params.stop
+        digest = hashlib.sha256(f"{self._server} {meaning.digest}".encode()).hexdigest()[:_LETTERS]
+        params.saesteer_mark = f"{meaning.edits}; digest={digest}"
         params.extra_args = {**(params.extra_args or {}), KEY: {**meaning.admitted, WHOLE: whole}}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
         if rooms and any(map(spooled, own)) and not spec.returns.consumers and (params.n or 1) == 1:
@@ -306,8 +311,10 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
     first = first_recomputed(taken, END), min(starts, default=None)
     told = reported(whole.readouts, catalog, dtype)
     edits_part = next((part.field for group in found.groups for part in group.parts if part.part), None)
+    parts = (part for group in found.groups for part in group.parts)
     return Meaning(
-        bool(found),
+        sum(len(part.features) if isinstance(part, Clamps) else 1 for part in parts),
+        hashlib.sha256(repr(edited).encode()).hexdigest(),
         Applied(found, catalog),
         sites_of(found, catalog),
         edited,
@@ -357,19 +364,6 @@ def located(
     if messages is None and (each := by_message(spec.returns)) is not None:
         conversation.spans(ids, [(n, n + 1) for n in range(len(conversation.messages))], each)  # says why
     return spec, messages
-
-
-def refuse_steering() -> NoReturn:
-    """Raise SpecError: this server has nothing of saesteer's."""
-    found = "this server was started without saesteer's dictionaries (additional_config.saesteer)"
-    fail(KEY, "not_served", f"{found}, so it cannot steer")
-
-
-def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a client may send with its spec: not our own words to the engine, which would key other requests' blocks."""
-    if not extra_args or not any(name.startswith(f"{KEY}_") for name in extra_args):
-        return extra_args  # type: ignore[return-value]  # it is the dict that vLLM made
-    return {name: value for name, value in extra_args.items() if not name.startswith(f"{KEY}_")}
 
 
 def keyed(found: Sequence[Run], server: str, own: Sequence[tuple[int, str | None]]) -> list[list[Any]]:

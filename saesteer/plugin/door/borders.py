@@ -13,7 +13,7 @@ from saesteer.errors import SpecError
 from saesteer.kernels.layout import MOST_CLOSING
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
-from saesteer.planning.expand import steps
+from saesteer.planning.expand import steps_of
 from saesteer.planning.plan import END, Catalog
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.reasoning import arguments, closing, parser_of
@@ -50,9 +50,8 @@ class Borders:
             conversation: of a chat with nothing but text.
             template: what the chat template was given.
         """
-        default = catalog.default if spec.defaults else None
         with suppress(SpecError):
-            edited = any(step.edit.scope.part for step in steps(spec.edits, catalog.modules, default=default))
+            edited = any(step.edit.scope.part for step in steps_of(spec, catalog))
             if edited or any(scope.part for _, scope in spec.returns.scopes()):
                 given, _ = self.told(ids, conversation, template)
                 if edited:

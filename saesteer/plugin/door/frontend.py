@@ -26,16 +26,18 @@ from saesteer.config.settings import admin_key
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
 from saesteer.language import spec as language
+from saesteer.language.fields import varied
 from saesteer.language.sites import canonical, expand_sites
 from saesteer.models.families import of_layers, other_widths
 from saesteer.plugin import contract, stages, unservable
 from saesteer.plugin.assets import assets_of, fingerprint
 from saesteer.plugin.configured import wire_of
 from saesteer.plugin.door import logs
-from saesteer.plugin.door.admission import Door, located, needs_messages, refuse_steering, without_ours
+from saesteer.plugin.door.admission import Door, located, needs_messages
 from saesteer.plugin.door.conversation import conversation_of, template_of
+from saesteer.plugin.door.refusals import refuse_nothing, refuse_steering, without_ours
 from saesteer.plugin.door.rows import Fetching
-from saesteer.plugin.http import access, bodies, memory, routes, streams
+from saesteer.plugin.http import access, bodies, memory, models, routes, statuses, streams
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
@@ -44,7 +46,7 @@ from saesteer.plugin.results import consuming, metrics
 from saesteer.plugin.results.errors import WORDS, SpecRefused
 from saesteer.plugin.wrap import Original, around
 
-_serving: list[versions.Names] = []  # the names of this process's server, for what does not know the server
+_MODULE = f"{KEY}_model"  # in extra_args beside the spec: the module that the model names
 
 
 @around
@@ -59,7 +61,7 @@ def _reading_catalog(original: Original, self: Any, vllm_config: Any, *args: Any
         sites = tuple(dict.fromkeys(map(canonical, capture)))
         fetching = Fetching(assets.rows, model.dtype)
         self.saesteer_door = Door(fingerprint(assets), config, fetching, vllm_config, consumers, sites)
-    _serving[:] = [self.saesteer_names] if self.saesteer_names else []
+    models.serving[:] = [self.saesteer_names] if self.saesteer_names else []
     original(self, vllm_config, *args, **kwargs)
 
 
@@ -86,7 +88,8 @@ def spec_of(params: Any) -> language.Spec | None:
         SpecError: it is wrong.
     """
     extra = getattr(params, "extra_args", None) or {}
-    return language.from_json(extra[KEY]) if KEY in extra else None
+    spec = language.from_json(extra[KEY]) if KEY in extra else None
+    return varied(spec or language.Spec(), model=extra[_MODULE]) if _MODULE in extra else spec
 
 
 def with_spec(params: Any, spec: language.Spec | None) -> Any:
@@ -119,12 +122,16 @@ def _checking(
             bodies.refuse_near(getattr(params, "extra_args", None), "extra_args")
         held = None if names is None else names.hold()
         catalog = None if held is None else held.catalog
+        if taken is not None:
+            refuse_nothing(door.config, spec)
         silent = spec is None and (catalog is None or catalog.default is None)
         if spec is None and taken is not None and (not silent or door.captures(request)):
             spec = language.Spec()
         if spec is not None:
             about: dict[str, Any] = {"template": template_of(prompt), "silent": silent}
             spec = door.admit(spec, catalog, request, conversation_of(prompt), **about)
+            if not silent:
+                statuses.mark(taken.saesteer_mark)
             if held is not None:
                 names.count(held, spec)
     except SpecError as error:
@@ -198,7 +205,7 @@ def _board(parallel: Any) -> Board | None:
 
 
 def _refuse_misplaced(request: Any) -> None:
-    if _serving:  # elsewhere, such a field may be of another plugin
+    if models.serving:  # elsewhere, such a field may be of another plugin
         bodies.refuse_misplaced(request)
 
 
@@ -212,6 +219,8 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
             message = "appears both in the body and in vllm_xargs; expected only one of them"
             raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
         params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
+    if (module := models.module_of(self)) is not None:
+        params.extra_args = {**(params.extra_args or {}), _MODULE: module}
     return params
 
 
@@ -226,7 +235,7 @@ def _refusing_body_field(original: Original, self: Any, *args: Any, **kwargs: An
 @around
 def _refusing_beam_search(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_misplaced(self)
-    if bodies.is_steered(self) or any(names.catalog.default for names in _serving):
+    if bodies.is_steered(self) or models.has_default():
         raise SpecRefused(SpecError(unservable.NO_BEAMS, field=KEY, code="not_served"))
     return original(self, *args, **kwargs)
 

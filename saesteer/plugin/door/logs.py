@@ -44,7 +44,8 @@ def summary(wire: Any) -> str:
     if isinstance(wire, Mapping) and isinstance(wire.get("plan"), bytes):  # admitted: no JSON has bytes
         return str(wire["said"])
     if isinstance(wire, Spec):
-        return _counted((part.first.op, part.size) for part in parts_of(wire.edits))
+        own = [(part.first.op, part.size) for part in parts_of(wire.edits)]
+        return _counted([("use", 1), *own] if wire.model else own)
     edits = wire.get("edits") if isinstance(wire, Mapping) else None
     if not isinstance(edits, list | tuple):
         return f"a text of {len(wire)} characters" if isinstance(wire, str) else show(wire)

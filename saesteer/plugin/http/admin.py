@@ -273,9 +273,9 @@ async def put_default(admin: _Admin, body: DefaultBody) -> DefaultEntry:
 
 @router.delete("/default", responses=_says(409), summary="Clear the default module")
 async def delete_default(admin: _Admin) -> DefaultEntry:
-    """No module steers requests that do not ask for it. Under --default-module-required this is refused."""
-    if admin.engine.input_processor.saesteer_door.config.default_module_required:
-        message = "this server requires a default module (--default-module-required); set another one instead"
+    """No module steers requests that do not ask for it. Under --require default this is refused."""
+    if "default" in admin.engine.input_processor.saesteer_door.config.require:
+        message = "this server requires a default module (--require default); set another one instead"
         raise RegistryError(message, code="in_use")
     await admin.names.set_default(None)
     return DefaultEntry(module=None)

@@ -20,6 +20,7 @@ from typing import Any
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.fields import step
+from saesteer.plugin.http import models
 from saesteer.plugin.http.routes import misplaced, near
 from saesteer.plugin.results.errors import SpecRefused
 from saesteer.plugin.results.kept import one_body
@@ -33,9 +34,10 @@ _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be esc
 
 
 def is_steered(request: Any) -> bool:
-    """True if a request of the OpenAI API has a spec, in its body, also as a form's fields, or in vllm_xargs."""
+    """True if a request of the OpenAI API has a spec, in its body, also as a form's fields, in vllm_xargs or model."""
     names = (name.replace("]", "").split("[") for name in request.model_extra or ())  # forms: saesteer[edits][][op]
-    return any(KEY in one for one in names) or KEY in (getattr(request, "vllm_xargs", None) or ())
+    arguments = getattr(request, "vllm_xargs", None) or ()
+    return any(KEY in one for one in names) or KEY in arguments or models.module_of(request) is not None
 
 
 def failure(event: Any) -> dict[str, Any] | None:
@@ -203,6 +205,7 @@ def _batch_request(original: Original, self: Any, messages: Any) -> Any:
     """Gives the request of each conversation the batch's field, even a null, which vLLM drops."""
     refuse_misplaced(self)
     request = original(self, messages)
+    models.put(request, models.module_of(self))
     if KEY in (self.model_extra or ()):
         request.saesteer = self.model_extra[KEY]
     return request

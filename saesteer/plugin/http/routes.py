@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.fields import show
+from saesteer.plugin.http.models import with_model
 from saesteer.plugin.results.errors import SpecRefused
 
 # SageMaker's /invocations passes a body on to chat completions or completions.
@@ -28,13 +29,20 @@ SERVED = (
     "/v1/messages",
     "/invocations",
 )
+INVOCATIONS = SERVED[-1]
 OURS = "/v1/saesteer/"  # the admin routes refuse unknown fields themselves
 LIMIT = 16 * 2**20  # bytes of a body that the guard reads: the length of the longest spec
 
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 _NESTED = (  # objects of a body in which clients put what belongs beside them
-    *("metadata", "extra_body", "extra_args", "sampling_params", "chat_template_kwargs", "kv_transfer_params"),
-    *("options", "parameters"),
+    "metadata",
+    "extra_body",
+    "extra_args",
+    "sampling_params",
+    "chat_template_kwargs",
+    "kv_transfer_params",
+    "options",
+    "parameters",
 )
 _INSIDE = ("vllm_xargs", "extra_args")  # where a spec may stand in these
 _MEANT = ("steer", "steering", "sae")  # besides what difflib finds this much like KEY
@@ -82,8 +90,9 @@ def path_of(scope: Scope) -> str:
 class Guard:
     """ASGI middleware that answers 400 if a JSON body asks for steering on a route that does not serve the field.
 
-    Requests to served routes pass unchanged, and so do those that no route takes. Other bodies are read before the app
-    gets them, up to LIMIT. A longer body passes, and so does what is no JSON object, such as a form.
+    Requests to served routes pass, and so do those that no route takes. Other bodies are read before the app gets them,
+    up to LIMIT. A longer body passes, and so does what is no JSON object, such as a form. A module that the body of
+    /invocations names as its model is put into a header.
 
     Args:
         app: the app behind the guard.
@@ -97,6 +106,9 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuses the request, or passes it on."""
         kind, path = scope["type"], path_of(scope)
+        if kind == "http" and path.rstrip("/") == INVOCATIONS and INVOCATIONS in self.served:
+            body, receive = await _read(receive)
+            scope = with_model(scope, _parsed(body))
         if kind == "websocket":
             receive = _without_specs(receive, send, self._refusal(path))
         elif kind == "http" and scope["method"] not in _BODILESS and not self._passes(path) and _is_routed(scope):
@@ -153,12 +165,17 @@ async def _read(receive: Receive) -> tuple[bytes, Receive]:
     return body, receive_again
 
 
+def _parsed(text: bytes) -> Any:
+    """A body as JSON; None if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _asks(text: bytes) -> bool:
     """Return whether JSON in any encoding asks for steering. What is no JSON does not; vLLM cannot read it either."""
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
+    body = _parsed(text)
     if not isinstance(body, Mapping):
         return False
     arguments = body.get("vllm_xargs")

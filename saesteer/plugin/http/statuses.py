@@ -1,4 +1,5 @@
-"""The HTTP status of refusals that are no 400. Knows codes and bodies, neither routes nor why anything was refused.
+"""The HTTP status of refusals that are no 400, and the header of answers that are steered. Knows codes and bodies,
+neither routes nor why anything was refused.
 
 vLLM answers every refusal of a request with 400. The code at the end of the message says where another status belongs,
 and here it takes the place of the 400, in the body as well. Where the fault is the server's, so does the error's type.
@@ -8,7 +9,8 @@ Only messages that saesteer has made count: at the end of another one, a client'
 import json
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,29 +26,42 @@ STATUS: Mapping[str, int] = {
     "no_space": 507,
 }
 _CODE = re.compile(r"\[([a-z_]+)\]$")
+APPLIED = b"x-saesteer-applied"
+_mark: ContextVar[list[str]] = ContextVar("saesteer_mark")  # of this context's HTTP request; empty: it has none
 _LONGEST = 1 << 16  # bytes of a refusal; every other body passes as it comes
 
 
+def mark(text: str) -> None:
+    """Put into the header what is applied to the present HTTP request, if there is one; its last prompt counts."""
+    if (found := _mark.get(None)) is not None:
+        found[:] = [text]
+
+
 class Statuses:
-    """ASGI middleware that gives a refusal the status of its code; whatever is no 400 passes at once."""
+    """ASGI middleware that gives a refusal the status of its code; whatever is no 400 passes at once, marked."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on."""
-        await self.app(scope, receive, send if scope["type"] != "http" else _Answer(send))
+        marks: list[str] = []
+        _mark.set(marks)
+        await self.app(scope, receive, send if scope["type"] != "http" else _Answer(send, marks))
 
 
 class _Answer:
     """Passes a response on, a refusal after all of it has come."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, marks: Sequence[str]) -> None:
         self._send = send
+        self._marks = marks
         self._held: list[Message] = []
 
     async def __call__(self, message: Message) -> None:
         if not self._held and not _begins_refusal(message):
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                message["headers"] = [*message["headers"], *((APPLIED, one.encode()) for one in self._marks)]
             await self._send(message)
             return
         self._held.append(message)

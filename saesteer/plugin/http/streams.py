@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from saesteer.plugin.http.bodies import failure, is_steered
+from saesteer.plugin.http.models import has_default
 from saesteer.plugin.results.kept import one_body
 from saesteer.plugin.wrap import Original, around
 
@@ -36,7 +37,7 @@ def admitted() -> None:
 async def _looking(original: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     one_body()
     made = await original(self, request, *args, **kwargs)
-    if not isinstance(made, AsyncGenerator) or not is_steered(request):
+    if not isinstance(made, AsyncGenerator) or not (is_steered(request) or has_default()):
         return made
     prompts = [asyncio.get_running_loop().create_future() for _ in range(_prompts(request))]
     before = _waiting.set([*prompts])

@@ -24,6 +24,7 @@ from saesteer.language.edits import Use
 from saesteer.language.fields import show, text
 from saesteer.language.spec import Spec
 from saesteer.planning.digests import Kind, Name, names_in
+from saesteer.planning.expand import in_front
 from saesteer.planning.pins import Pins, Place, changed, counts, no_room, settle
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.names.board import Board
@@ -91,8 +92,8 @@ class Names:
 
     def count(self, version: Version, spec: Spec) -> None:
         """Count a request that was admitted with a version."""
-        default = version.catalog.default if spec.defaults else None
-        edits = spec.edits if default is None else Edits([Alike(Use(default)), *parts_of(spec.edits)])
+        first = [Alike(Use(name)) for _, name in in_front(spec, version.catalog)]
+        edits = Edits([*first, *parts_of(spec.edits)]) if first else spec.edits
         used = [version.puts[name] for name in names_in(edits, version.catalog.modules, spec.returns)]
         with self._lock:
             if self._board is None:

@@ -23,7 +23,6 @@ _HEADER, _AUTHORIZATION = b"x-secret-key", b"authorization"
 def with_bearer(scope: Scope) -> Scope:
     """A request in which X-SECRET-KEY is a Bearer, if it is for one of Neuronpedia's routes."""
     path, headers = path_of(scope), dict(scope["headers"])
-    ours = any(path == one or (one.endswith("/") and path.startswith(one)) for one in PATHS)
-    if not ours or _HEADER not in headers or _AUTHORIZATION in headers:
+    if not path.startswith(PATHS) or _HEADER not in headers or _AUTHORIZATION in headers:
         return scope
     return {**scope, "headers": [*scope["headers"], (_AUTHORIZATION, b"Bearer " + headers[_HEADER])]}

@@ -31,8 +31,14 @@ _MOST_PROMPTS = 16  # of one request
 # What Neuronpedia's server has and this one has not.
 LACKING = ("activation/attention", "apply-chat-template", "lens/prompt", "util/similarity-matrix-pred")
 _SERVED = (
-    *("tokenize", "activation_single", "activation_all", "activation_source", "activation_raw"),
-    *("activation_topk_by_token", "steer_completion", "steer_completion_chat"),
+    "tokenize",
+    "activation_single",
+    "activation_all",
+    "activation_source",
+    "activation_raw",
+    "activation_topk_by_token",
+    "steer_completion",
+    "steer_completion_chat",
 )
 _OFF = ("activation_attention", "dfa", "lens_logit", "lens_jacobian", "neurons")
 
