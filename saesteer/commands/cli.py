@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_origin, get_type_hints
 import typer
 
 from saesteer import __version__
-from saesteer.config.config import ADMIN_KEY, OPTIONS, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, OPTIONS, SaesteerConfig
 from saesteer.config.settings import read_settings
 from saesteer.errors import SaesteerError, printable
 from saesteer.wings import find
@@ -32,7 +32,7 @@ def _flag(name: str) -> Any:
 Dictionaries = Annotated[list[str] | None, _flag("dictionaries")]
 Settings = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="A YAML file with all these settings; flags override it."),
+    typer.Option(metavar="FILE", envvar=CONFIG_FILE, help="A YAML file with all these settings; flags override it."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's output.")]
 

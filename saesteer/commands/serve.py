@@ -23,7 +23,7 @@ from saesteer.commands import attended
 from saesteer.commands.embedded import DEMO, MODELS, engine_options, ensure_model, request
 from saesteer.config import settings
 from saesteer.config.assets import Assets
-from saesteer.config.config import ADMIN_KEY, KEY, OPTIONS, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, KEY, OPTIONS, SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, reason
@@ -164,6 +164,7 @@ def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[
     passed this way as well, since any user of the machine can read a command line.
     """
     found = {**given, "PYTHONSAFEPATH": "1"}
+    found.pop(CONFIG_FILE, None)  # its settings are in the command line now
     if admin_key is not None:
         found[ADMIN_KEY] = admin_key
         found.pop(f"{ADMIN_KEY}_FILE", None)

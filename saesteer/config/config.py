@@ -26,6 +26,7 @@ from saesteer.language.spec import as_object
 
 KEY = "saesteer"
 ADMIN_KEY = "SAESTEER_ADMIN_KEY"  # in the environment: the key that the admin routes require
+CONFIG_FILE = "SAESTEER_CONFIG"  # the same: the settings file, where something else makes the engine's arguments
 # Name of a limit → the least, the usual and the largest value.
 LIMITS = {
     "max_edits": (1, 64, 4096),

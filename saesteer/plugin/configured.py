@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from saesteer.config.config import KEY, SaesteerConfig
+from saesteer.config.config import CONFIG_FILE, KEY, SaesteerConfig
+from saesteer.config.settings import read_settings
+from saesteer.errors import ConfigError
 from saesteer.plugin import contract, unservable
 from saesteer.plugin.names import board
 from saesteer.plugin.wrap import Original, around
@@ -22,6 +24,22 @@ _RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # for engines in Ray's actors
 def disabled() -> bool:
     """Return whether SAESTEER_DISABLE=1 leaves the engine as stock vLLM has it."""
     return os.environ.get("SAESTEER_DISABLE") == "1"
+
+
+def with_file(additional: Any) -> Any:
+    """vLLM's additional_config, with the settings of the file that the environment names, if it names one.
+
+    Raises:
+        ConfigError: the file is wrong, or there are settings without it.
+    """
+    file = os.environ.get(CONFIG_FILE)
+    if not file or disabled():
+        return additional
+    if KEY in (additional or {}):
+        raise ConfigError(
+            f"{CONFIG_FILE} names {file}, and additional_config has {KEY!r} as well, expected one of them"
+        )
+    return {**(additional or {}), KEY: read_settings(file=file).to_json()}
 
 
 def wire_of(vllm_config: Any) -> str | None:
@@ -47,7 +65,12 @@ def configure() -> None:
 
 @around
 def _configuring(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    found = original(self, *args, **kwargs)
+    given = self.additional_config
+    self.additional_config = with_file(given)
+    try:
+        found = original(self, *args, **kwargs)
+    finally:
+        self.additional_config = given  # the same arguments may make another config
     wire = wire_of(found)
     if wire is not None:  # the files stay closed: this process may only start others, which open them
         configure()

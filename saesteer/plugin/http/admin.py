@@ -21,7 +21,7 @@ from saesteer.errors import ConfigError, RegistryError, SpecError
 from saesteer.language.fields import fail
 from saesteer.language.sites import order
 from saesteer.language.spec import MAX_CHARACTERS, from_json
-from saesteer.plugin.configured import configure, disabled
+from saesteer.plugin.configured import configure, disabled, with_file
 from saesteer.plugin.http import access, features, results
 from saesteer.plugin.http.entries import (
     DefaultBody,
@@ -80,7 +80,8 @@ class EndpointPlugin:
             UnsupportedError: settings ask for saesteer, and this vLLM lacks a hook.
         """
         args = app.state.args
-        configured = KEY in (args.additional_config or {})
+        given = with_file(args.additional_config) or {}
+        configured = KEY in given
         steers = configured and not disabled()
         app.add_middleware(Guard, served=SERVED if steers else ())
         if not configured:
@@ -96,7 +97,7 @@ class EndpointPlugin:
             args.api_key = [*keys, key]
         app.include_router(router)
         if steers:
-            _add_routes(app, args)
+            _add_routes(app, args, SaesteerConfig.from_json(given[KEY]))
         document(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -109,11 +110,10 @@ class EndpointPlugin:
             _log.info("The API is at %s/v1 and edits at %s", access.listens_at(args), ", ".join(places) or "no site")
 
 
-def _add_routes(app: FastAPI, args: Any) -> None:
+def _add_routes(app: FastAPI, args: Any, config: SaesteerConfig) -> None:
     """The routes of a server that steers: for every client, and what the operator has asked for."""
     app.include_router(features.router)
     app.include_router(results.router)
-    config = SaesteerConfig.from_json(args.additional_config[KEY])
     app.state.saesteer_access = access.keys_of(args), access.hosts_of(args, config.allow_hosts)
     args.middleware = [*args.middleware, access.MIDDLEWARE]
     if config.memory_guard is not None:
