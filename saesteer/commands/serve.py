@@ -6,12 +6,10 @@ Knows vLLM's command line, but does not know vLLM itself.
 import importlib.util
 import json
 import os
-import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,18 +21,16 @@ from saesteer.commands import attended
 from saesteer.commands.embedded import DEMO, MODELS, engine_options, ensure_model, request
 from saesteer.config import settings
 from saesteer.config.assets import Assets
-from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, KEY, OPTIONS, SaesteerConfig
+from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, KEY, SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, reason
 from saesteer.models.families import other_widths
 
-# How alike a typo is: every flag of vLLM is less like any of ours (--model and --module: 0.8).
-_NEAR = 0.85
 # Flags that change how vLLM reads the model's config: with them, only vLLM's own start checks the model's width.
 _OWN_CONFIG = (
     *("--hf-config-path", "--config-format", "--hf-overrides", "--config", "--load-format"),
-    *("--hf-token", "--code-revision"),
+    *("--hf-token", "--code-revision", "--trust-remote-code"),
 )
 _OF_LOGS = "VLLM_LOGGING", "VLLM_CONFIGURE_LOGGING"  # variables: the log is not what `attended` reads, and is wanted
 _MODELSCOPE = ("1", "true")  # of VLLM_USE_MODELSCOPE: the model is on another hub
@@ -106,11 +102,10 @@ def serve(
 
     Raises:
         ConfigError, LoadError: as ``check``; vLLM is not installed; a consumer does not exist or refuses its options;
-            `flags` contain a typo or a wrong --additional-config; or the key cannot be sent in a header or equals a key
+            `flags` contain a wrong --additional-config; or the key cannot be sent in a header or equals a key
             that all clients use.
     """
     need_vllm()
-    refuse_typos(flags)
     key = settings.admin_key() if admin_key is None else settings.checked_key(admin_key, "--saesteer-admin-key")
     api_keys = _parsed(flags, "--api-key", "*")[0] or [os.environ.get("VLLM_API_KEY", "")]
     if key and key in api_keys:
@@ -142,19 +137,6 @@ def _usage(model: str, place: str, told: Mapping[str, str], *, with_key: bool) -
         "model": place if place == model else f"{model}, {place}",
         "sites": told["sites"],
     }
-
-
-def refuse_typos(flags: Sequence[str]) -> None:
-    """Refuse a flag that is nearly one of ours, which vLLM's parser would refuse only after it has been imported.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    ours = [flag for one in OPTIONS.values() for flag in one.flag.split("/")]
-    for word in flags:
-        flag = re.split("[=.]", word.replace("_", "-"))[0]
-        if near := get_close_matches(flag, ours if flag.startswith("--") else [], 1, _NEAR):
-            raise ConfigError(f"{flag} is no flag of saesteer (did you mean {near[0]!r}?)")
 
 
 def environment(given: Mapping[str, str], admin_key: str | None = None) -> dict[str, str]:
@@ -236,9 +218,8 @@ def _text_config(model: str, flags: Sequence[str]) -> Any:
     if not exists and (model.count("/") > 1 or model.startswith((".", "~", "/"))):
         raise ConfigError(f"model {model!r}: no such folder; expected one, or a hub id such as org/name")
     revision, _ = _parsed(flags, "--revision")
-    trust = _parsed(flags, "--trust-remote-code")[0] is not None
     try:
-        config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust)
+        config = AutoConfig.from_pretrained(model, revision=revision or "main")
     except (OSError, ValueError, ImportError) as exc:
         found = "the folder's config cannot be read" if exists else "neither a folder nor a hub id that answers"
         raise ConfigError(f"model {model!r}: {found} ({reason(exc)})") from exc

@@ -242,7 +242,7 @@ def test_a_file_of_vllms_arguments_says_where_the_demo_listens(
 
 @pytest.mark.parametrize(
     ("flags", "variable"),
-    [(["--hf-token", "hf_x"], ""), (["--hf_token"], ""), (["--code-revision", "v1"], ""), ([], "True"), ([], "1")],
+    [(["--hf-token", "hf_x"], ""), (["--hf_token"], ""), (["--code-revision", "v1"], ""), (["--trust-remote-code"], ""), ([], "True"), ([], "1")],
 )
 def test_a_model_that_vllm_finds_otherwise_is_left_to_vllm(
     become: dict[str, Any], flags: list[str], variable: str, monkeypatch: pytest.MonkeyPatch
@@ -304,30 +304,3 @@ def test_a_key_that_everybody_has_is_refused(
     assert not become
     with pytest.raises(Became):
         serve.serve(model, read_settings([]), flags, "another")
-
-
-@pytest.mark.parametrize(
-    ("word", "typo", "ours"),
-    [
-        ("--max-edit", "--max-edit", "--max-edits"),
-        ("--max_edit=3", "--max-edit", "--max-edits"),
-        ("--max-edit.x=3", "--max-edit", "--max-edits"),
-        ("--dictonary", "--dictonary", "--dictionary"),
-        ("--site", "--site", "--sites"),
-        ("--raeds", "--raeds", "--reads"),
-        ("--no-playgroud", "--no-playgroud", "--no-playground"),
-    ],
-)
-def test_a_flag_that_is_nearly_ours_is_refused(word: str, typo: str, ours: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        serve.refuse_typos(["--port", "1", word])
-    assert str(caught.value) == f"{typo} is no flag of saesteer (did you mean {ours!r}?)"
-
-
-def test_no_flag_of_vllm_is_refused() -> None:
-    from tests.plugin.apps import parser_of_vllm  # it imports Triton, which tests of kernels have to do first
-
-    serve.refuse_typos(["--port", "1", "-tp", "max-edit"])
-    flags = [*parser_of_vllm()._option_string_actions]
-    assert "--model" in flags and len(flags) > 100
-    serve.refuse_typos(flags)

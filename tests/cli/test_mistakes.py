@@ -68,7 +68,6 @@ WRONG: list[tuple[list[str], str]] = [  # words of serve, a part of what is said
     ),
     (["--capture", "resid_post.1"], "saesteer.capture: has no place for the rows, expected --capture-folder, or a"),
     (["--capture-folder", "rows"], "saesteer.capture: is missing, expected sites for --capture-folder"),
-    (["--max-edit", "3"], "--max-edit is no flag of saesteer (did you mean '--max-edits'?)"),
     (["--capture", "resid_post.2", "--capture-folder", "/proc/no"], "resid_post.2 does not exist"),
     (["--capture", "resid_post.1", "--capture-folder", "/proc/no"], "folder /proc/no: cannot be written to"),
     (["--capture", "mlp_in_pregain.1", "--capture-folder", "/proc/no"], "'mlp_in_pregain.1' is not served"),
