@@ -242,7 +242,14 @@ def test_a_file_of_vllms_arguments_says_where_the_demo_listens(
 
 @pytest.mark.parametrize(
     ("flags", "variable"),
-    [(["--hf-token", "hf_x"], ""), (["--hf_token"], ""), (["--code-revision", "v1"], ""), (["--trust-remote-code"], ""), ([], "True"), ([], "1")],
+    [
+        (["--hf-token", "hf_x"], ""),
+        (["--hf_token"], ""),
+        (["--code-revision", "v1"], ""),
+        (["--trust-remote-code"], ""),
+        ([], "True"),
+        ([], "1"),
+    ],
 )
 def test_a_model_that_vllm_finds_otherwise_is_left_to_vllm(
     become: dict[str, Any], flags: list[str], variable: str, monkeypatch: pytest.MonkeyPatch
