@@ -52,7 +52,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     for home, names in _HOMES.items():
         if name in names:
-            value: object = getattr(import_module(home), name)
+            with import_module("saesteer.errors").needs():
+                value: object = getattr(import_module(home), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module 'saesteer' has no attribute {name!r}; it has {', '.join(__all__)}")

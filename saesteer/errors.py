@@ -13,8 +13,13 @@
         └── RequestRefused     it refused the request                 (HTTP 4xx)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+ARRAYS = "'saesteer[arrays]'"  # what clients need for numbers
+# What clients, specs and some commands do without.
+_IN_EXTRAS = "numpy", "torch", "transformers", "safetensors", "einops", "huggingface_hub"
 
 
 def reason(exc: BaseException) -> str:
@@ -97,6 +102,17 @@ class LoadError(SaesteerError, ValueError):
 
 class ConfigError(SaesteerError, ValueError):
     """A start-up or command line mistake; the message is one sentence."""
+
+
+@contextmanager
+def needs(how: str = "'saesteer[hf]', or with vLLM 'saesteer[gpu]' or 'saesteer[cpu]'") -> Iterator[None]:
+    """Raise a ConfigError that says ``how`` a module is installed, if the code inside lacks one of an extra."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if (name := str(exc.name).partition(".")[0]) not in _IN_EXTRAS:
+            raise
+        raise ConfigError(f"{name} is not installed; pip install {how} (docs/install.md)") from exc
 
 
 class UnsupportedError(ConfigError):

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from saesteer.errors import ConfigError, needs
+
+with needs():
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
 
 from saesteer.config.assets import Assets
 from saesteer.config.config import LIMITS, OPTIONS, SaesteerConfig
@@ -24,7 +27,6 @@ from saesteer.engine import doses
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.readouts import Segment
 from saesteer.engine.wire import encode
-from saesteer.errors import ConfigError
 from saesteer.language.fields import fail
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec

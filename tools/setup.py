@@ -37,6 +37,13 @@ def works(command):
         return False
 
 
+def check_links(folder):
+    """End in a checkout without links, as Windows and some archives make it."""
+    for name in ("saesteer/loaders", "saesteer/kernels"):
+        if not os.path.isdir(os.path.join(folder, name)):
+            stop("%s is a link, which this checkout lacks; clone the repository with git, where links work." % name)
+
+
 def choose_system():
     """End on a system that vLLM has no wheels for."""
     system = platform.system().replace("Darwin", "macOS")
@@ -70,6 +77,7 @@ def choose_device():
 def main(venv):
     """Make the environment at `venv`, or bring it up to date."""
     choose_system()
+    check_links(".")
     device = choose_device()
     pip = [os.path.join(venv, "bin", "python"), "-m", "pip", "--disable-pip-version-check"]
     if not works([*pip, "--version"]):
@@ -89,7 +97,7 @@ def main(venv):
     else:
         print("1/2 PyTorch, vLLM for GPU and the rest, some minutes", flush=True)
     # "compat" puts the folder itself on the path: mypy and Pylance do not look through setuptools' own finder.
-    editable = ["--config-settings", "editable_mode=compat", "--editable", ".[%s,demo,docs,dev]" % device]
+    editable = ["--config-settings", "editable_mode=compat", "--editable", ".[%s,convert,docs,dev]" % device]
     if subprocess.call([*pip, *quiet, *editable]):
         stop("pip could not install saesteer[%s]; its own message is above." % device)
     print("%s Checking that vLLM can be imported" % ("3/3" if device == "cpu" else "2/2"), flush=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from saesteer.client.responses import document_of
-from saesteer.errors import ServerError
+from saesteer.errors import ARRAYS, ServerError, needs
 from saesteer.language.sites import canonical
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def result_of(status: int, content: bytes) -> "NDArray[np.float32]":
 
 
 def _widened(data: bytes, dtype: str, shape: Sequence[int]) -> "NDArray[np.float32]":
-    import numpy as np  # the rest of the client needs none
-
+    with needs(ARRAYS):
+        import numpy as np  # the rest of the client needs none
     if dtype == "bfloat16":
         found = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:

@@ -11,7 +11,7 @@ import typer
 from saesteer import __version__
 from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, OPTIONS, SaesteerConfig
 from saesteer.config.settings import read_settings
-from saesteer.errors import SaesteerError, printable
+from saesteer.errors import SaesteerError, needs, printable
 from saesteer.wings import find
 
 app = typer.Typer(
@@ -101,7 +101,8 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     find("saesteer.workbench.cli:app")  # it adds its commands
     try:
-        app()
+        with needs():
+            app()
     except SaesteerError as error:
         typer.echo(f"saesteer: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(2)

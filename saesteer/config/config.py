@@ -17,10 +17,10 @@ from os import PathLike, fspath
 from typing import Any, Literal, get_args
 
 from saesteer.config.sources import DictionarySource, VectorSource
-from saesteer.dictionaries.vectors import Function
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
 from saesteer.language.fields import Check, fail, optional, show
+from saesteer.language.inline import Function
 from saesteer.language.sites import expand_sites
 from saesteer.language.spec import as_object
 

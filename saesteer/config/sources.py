@@ -2,7 +2,7 @@
 
 from dataclasses import InitVar, dataclass
 
-from saesteer.dictionaries.vectors import Function
+from saesteer.language.inline import Function
 
 ROWS = "rows:"  # before a place: the dictionary stays in its file
 PIN = "@@"  # behind a place, before a revision, as in loaders/hub.py, which takes longer to import

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.errors import ConfigError
-from saesteer.language.inline import InlineVector
+from saesteer.language.inline import Function, InlineVector
 
-Function = Literal["linear", "sigmoid", "tanh"]
 Vector = NDArray[np.float32]  # [d], read-only
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pybase64 import b64decode, b64encode
 
+from saesteer.errors import ARRAYS, needs
 from saesteer.language.fields import (
     FLOAT32_MAX,
     Record,
@@ -30,6 +31,7 @@ from saesteer.language.fields import (
 )
 from saesteer.language.sites import MAX_LAYER
 
+Function = Literal["linear", "sigmoid", "tanh"]  # of a probe
 MAX_LIST = 4096  # numbers in the list form
 MAX_BYTES = 4 * 2**20  # of one vector in the base64 form, decoded
 
@@ -83,8 +85,8 @@ class InlineVector(Record):
             fail(
                 f"{at}.shape", "conflict", f"got {list(self.shape)} and layers {show(self.layers)}, expected {expected}"
             )
-        import numpy as np
-
+        with needs(ARRAYS):
+            import numpy as np
         kind, exponent = _BITS[self.dtype]
         if len(self.data) != (size := prod(self.shape) * np.dtype(kind).itemsize):
             expected = f"{size} for {list(self.shape)} of {self.dtype}"

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from saesteer.commands.embedded import (
     DEMO_DICTIONARY,
-    DEMO_SAE,
     GALLERY,
     clamp,
+    dictionaries,
     engine_options,
     ensure_model,
 )
@@ -37,11 +37,11 @@ def run(console: Console, *, verbose: bool = False) -> None:
     cases = json.loads(GALLERY.read_text())["cases"]
     with steps(console, hidden=verbose) as show:
         show("Looking for the model")
+        own = {DEMO_DICTIONARY: str(dictionaries()[DEMO_DICTIONARY])}
         model = ensure_model(show)
         show("Starting vLLM and asking, less than a minute on most machines")
-        dictionaries = {DEMO_DICTIONARY: str(DEMO_SAE)}
         options = engine_options()
-        [answers] = job.run(str(model), [batch_of(cases)], dictionaries=dictionaries, options=options, verbose=verbose)
+        [answers] = job.run(str(model), [batch_of(cases)], dictionaries=own, options=options, verbose=verbose)
     texts = [whole(answer.text) for answer in answers]
     console.print(
         f"\nSmolLM2-135M-Instruct in stock vLLM, {len(texts)} requests in one batch. Half of them clamp one feature of "

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from saesteer.commands.embedded import DICTIONARIES
+from saesteer.commands.embedded import dictionaries
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.errors import ConfigError, printable
@@ -148,7 +148,7 @@ def _described(source: DictionarySource) -> "CoderInfo":
 def _opened(config: SaesteerConfig) -> Iterator[tuple[str, DictionarySource, Labels]]:
     """The place and the labels of each dictionary, by its key."""
     if not config.dictionaries:
-        for name, file in DICTIONARIES.items():  # they and their labels come in one package
+        for name, file in dictionaries().items():  # they and their labels come in one package
             yield name, DictionarySource(str(file)), Labels.open(file.with_name(f"{file.name}.labels"))
         return
     from saesteer.config.assets import sited

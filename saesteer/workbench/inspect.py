@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.filesize import decimal
 
-from saesteer.commands.embedded import DICTIONARIES
+from saesteer.commands.embedded import DICTIONARIES, dictionaries
 from saesteer.config.assets import sited, unserved
 from saesteer.config.sets import check_set, opened
 from saesteer.config.sources import DictionarySource
@@ -36,8 +36,8 @@ def report(place: str | Path) -> str:
         LoadError: when it is neither a dictionary nor a file of vectors that saesteer reads.
         ConfigError: when it is a transcoder, and one site is given.
     """
-    if not Path(place).exists():
-        place = DICTIONARIES.get(str(place), place)
+    if str(place) in DICTIONARIES and not Path(place).exists():
+        place = dictionaries()[str(place)]
     if "=" in str(place).partition("/")[0] and not Path(place).exists():
         raise LoadError(f"{place}: no such file; inspect takes PLACE alone, without NAME=")
     if str(place).endswith((".npy", ".gguf")):

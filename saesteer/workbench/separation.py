@@ -76,9 +76,7 @@ def difference_of_means(positive: Rows, negative: Rows) -> Direction:
 def need_scikit_learn() -> None:
     """Raise ConfigError if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
-        raise ConfigError(
-            "scikit-learn is not installed; in a clone of saesteer: pip install '.[probe]' (docs/install.md)"
-        )
+        raise ConfigError("scikit-learn is not installed; pip install 'saesteer[probe]' (docs/install.md)")
 
 
 def logistic_regression(positive: Rows, negative: Rows) -> Direction:

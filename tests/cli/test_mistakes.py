@@ -38,7 +38,7 @@ def assert_one_sentence(done: "subprocess.CompletedProcess[str]", *parts: str) -
 def test_no_extra_installed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     said = mistake(*words)
-    assert "vLLM is not installed" in said and "make setup, or pip install '.[gpu]'" in said
+    assert "vLLM is not installed" in said and "pip install 'saesteer[gpu]' or" in said and "make setup" in said
 
 
 def test_a_mistake_is_one_sentence_on_stderr(small_model: Path) -> None:
