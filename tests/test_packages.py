@@ -19,6 +19,8 @@ from tests.test_deploy import MADE_OF, lint, linter
 
 BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info")
+# Searches the embedded labels.
+FEATURES = "tests/cli/test_labels.py::test_known_features_are_among_the_first_three"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -109,7 +111,9 @@ def run_tests(folder: Path, *words: str) -> None:
 
 def test_tests_of_the_archive_run(unpacked: Path) -> None:
     assert not list((unpacked / "saesteer/data").glob("*.safetensors"))
-    run_tests(unpacked, "tests/spec/test_sites.py", "tests/cli/test_labels.py", "-k", "spec or find")
+    run_tests(
+        unpacked, "tests/spec/test_sites.py", "tests/cli/test_labels.py::test_known_features_are_among_the_first_three"
+    )
 
 
 @pytest.mark.slow

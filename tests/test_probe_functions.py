@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 from saesteer import hf
 from saesteer.config.config import SaesteerConfig
-from saesteer.dictionaries.vectors import from_inline
+from saesteer.dictionaries.vectors import Function, from_inline
 from saesteer.errors import ConfigError, LoadError, SpecError
-from saesteer.language.inline import Function
 from saesteer.language.spec import Spec, from_json
 from saesteer.loaders.vectors import read_vectors
 from saesteer.planning.answers import Reported, Rows

@@ -24,9 +24,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from saesteer.dictionaries.vectors import Vector, VectorSet, vector_set
+from saesteer.dictionaries.vectors import Function, Vector, VectorSet, vector_set
 from saesteer.errors import LoadError
-from saesteer.language.inline import Function
 from saesteer.loaders.arrays import Arrays, members, npy_header, open_arrays
 from saesteer.loaders.files import fetch, readable, wrong
 from saesteer.loaders.vectors import gguf

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.errors import ConfigError
-from saesteer.language.inline import Function, InlineVector
+from saesteer.language.inline import Function as Function
+from saesteer.language.inline import InlineVector
 
 Vector = NDArray[np.float32]  # [d], read-only
 

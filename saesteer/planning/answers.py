@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.dictionaries.vectors import numbers_of
-from saesteer.language.inline import Function
+from saesteer.dictionaries.vectors import Function, numbers_of
 from saesteer.language.sites import parse
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.readouts import function_of, together

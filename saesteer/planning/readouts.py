@@ -10,10 +10,10 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+from saesteer.dictionaries.vectors import Function
 from saesteer.language import sites
 from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
-from saesteer.language.inline import Function
 from saesteer.language.returns import ActivationRead, FeatureRead, ProbeRead, Return
 from saesteer.language.rules import Watched
 from saesteer.language.sites import canonical, is_pregain, parse

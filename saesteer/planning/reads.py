@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from saesteer.dictionaries.vectors import Function
 from saesteer.language.edits import Gate, Source, Strength
 from saesteer.language.fields import FLOAT32_MAX, fail
-from saesteer.language.inline import Function
 from saesteer.language.sites import canonical, order
 from saesteer.planning.lookup import feature_of, probe_of, reading_site
 from saesteer.planning.plan import MOST_CONDITIONS, Catalog, Condition, Direction, Feature, Read, Whole

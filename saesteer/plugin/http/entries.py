@@ -4,7 +4,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from saesteer.language.inline import Function
+from saesteer.dictionaries.vectors import Function
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.openapi import reference
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from saesteer.config.modules import check_module
-from saesteer.dictionaries.vectors import VectorSet, from_inline
+from saesteer.dictionaries.vectors import Function, VectorSet, from_inline
 from saesteer.errors import RegistryError, SpecError
 from saesteer.language.fields import closest, listing, number, one_of, show, text
-from saesteer.language.inline import Function, InlineVector, vector
+from saesteer.language.inline import InlineVector, vector
 from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec, from_json
 from saesteer.planning.digests import Kind, Name, users_of
