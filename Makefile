@@ -54,7 +54,8 @@ test-slow: $(READY)
 	for one in $$code $$rest; do [ $$one = 0 ] || [ $$one = 5 ] || exit $$one; done
 
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "long and not network and not vision"
+	test -d $(VENV)/templates || $(BIN)/python -m pip install -q --no-deps --target $(VENV)/templates trl==1.16.0
+	PYTHONPATH=$(VENV)/templates $(BIN)/python -m pytest -m "long and not network and not vision"
 	PYTHONPATH=$(VENV)/vision $(BIN)/python -m pytest -m vision
 
 test-all: $(READY)

@@ -121,7 +121,7 @@ class Capture:
         The slices of all messages concatenate to the rows of the prompt.
 
         Args:
-            i: the index of the message; that of the last entry of ``messages`` stands for the generation prompt.
+            i: the index of the message; that behind the last message stands for the generation prompt.
             site: as in the request.
             include_generated: for the last entry, also the tokens that were generated behind it.
             at: as in ``at``.
@@ -130,12 +130,13 @@ class Capture:
             IndexError: there is no such message, or the answer names none.
             KeyError: as ``at``.
         """
-        if not 0 <= i < len(self.messages):
+        places = [one for one in self.messages if one["index"] == i]
+        if not places:
             raise IndexError(f"got message {i}, but the answer names {len(self.messages)} of them")
         positions, rows = self.at(site, at)
-        start, end = self.messages[i]["start"], self.messages[i]["end"]
-        inside = positions >= start
-        if not (include_generated and i == len(self.messages) - 1):
-            inside &= positions < end
+        inside = positions < 0
+        for one in places:
+            open_end = include_generated and one is self.messages[-1]
+            inside |= (positions >= one["start"]) & (open_end | (positions < one["end"]))
         found: NDArray[np.float32] = rows[inside]
         return found

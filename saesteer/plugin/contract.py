@@ -57,6 +57,7 @@ every vllm.sampling_params:SamplingParams
 every vllm.renderers.base:BaseRenderer
   render_chat(conversations, chat_params, tok_params)  door.conversation:_remembering  messages
   render_chat_async(conversations, chat_params, tok_params)  door.conversation:_remembering_async  messages
+  render_messages(messages, params)  used door.conversation:Conversation  the same
 every vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest
   to_beam_search_params()  door.frontend:_refusing_beam_search  refused there
 every vllm.entrypoints.openai.completion.protocol:CompletionRequest

@@ -53,7 +53,7 @@ turns = st.lists(
 @given(turns=turns)
 def test_windows_are_those_of_the_template_written_once_more(renderer: Any, turns: list[dict[str, str]]) -> None:
     ids, conversation = render(renderer, turns)
-    found = conversation.spans(ids, [(n, n + 1) for n in range(len(turns))], "x")
+    found = [(one["start"], one["end"]) for one in conversation.told(ids)][:-1]
     texts = [renderer.tokenizer.decode(ids[low:high]) for low, high in found]
     alone = [list(renderer.tokenizer(piece, add_special_tokens=False).input_ids) for piece in pieces(turns)]
     assert [list(ids[low:high]) for low, high in found] == alone, texts
@@ -82,27 +82,56 @@ def test_the_request_s_own_template_and_tools_are_those_that_count(renderer: Any
     assert decode(ids[slice(*last)]) == "[user]Who are you?<|im_end|>"
 
 
+# Each renders the beginning of a conversation in another way than within the whole.
+REWRITING = {
+    "other at the end": "{% for m in messages %}[{{ m.role }}{{ '!' if loop.last }}]{{ m.content }}{% endfor %}",
+    "raises": "{% for m in messages %}{{ m.content if loop.length > 2 else raise_exception('few') }}~{% endfor %}",
+    "a token over the border": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+    "says how many": "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", REWRITING.values(), ids=REWRITING)
+def test_messages_are_found_where_a_template_rewrites_earlier_ones(renderer: Any, template: str) -> None:
+    ids, conversation = render(renderer, TURNS, params={"chat_template": template})
+    told = conversation.told(ids)
+    texts = [renderer.tokenizer.decode(ids[one["start"] : one["end"]]) for one in told]
+    for n, text in enumerate(texts[:-1]):
+        # A token may hold the end of one text and the beginning of the next.
+        assert [turn["content"][1:-1] in text for turn in TURNS] == [n == other for other in range(len(TURNS))], texts
+    assert conversation.opening(ids) == told[-1]["start"]
+
+
+@pytest.mark.parametrize(("tokens", "side"), [(20, "left"), (20, "right")])
+def test_messages_are_found_in_a_prompt_that_is_cut(renderer: Any, tokens: int, side: str) -> None:
+    whole, conversation = render(renderer, TURNS)
+    cut = whole[-tokens:] if side == "left" else whole[:tokens]
+    shift = len(whole) - tokens if side == "left" else 0
+    expected = [[min(max(one[at] - shift, 0), tokens) for at in ("start", "end")] for one in conversation.told(whole)]
+    other = type(conversation)(renderer, TURNS, conversation.chat_params, None)
+    assert [[one["start"], one["end"]] for one in other.told(cut)] == expected
+
+
+# Marks change more than the text there.
 REFUSING = {
-    # Thinks away what an assistant thought before: rendered as the last message it is another.
-    "other at the end": (
-        "{% for m in messages %}[{{ m.role }}{% if loop.last %}!{% endif %}]{{ m.content }}{% endfor %}",
+    "differs": (
+        "{% for m in messages %}[{{ m.content|length }}{{ '!' if loop.last }}]{{ m.content }}{% endfor %}",
         r"rendered alone, the messages up to there differ from the prompt at token \d+",
     ),
     "raises": (
-        "{% if messages|length < 3 %}{{ raise_exception('too few') }}{% endif %}{{ messages[2].content }}",
+        "{% if messages|length < 3 %}{{ raise_exception('too few') }}{% endif %}{{ messages[2].content|length }}",
         r"it refuses the messages up to there \(.*too few.*\)",
     ),
-    "a token over the border": ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "at token"),
-    "says how many": ("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}", "at token 0"),
 }
 
 
 @pytest.mark.parametrize(("template", "why"), REFUSING.values(), ids=REFUSING)
-def test_a_template_that_does_not_grow_is_refused(renderer: Any, template: str, why: str) -> None:
+def test_a_template_that_looks_at_texts_and_does_not_grow_is_refused(renderer: Any, template: str, why: str) -> None:
     ids, conversation = render(renderer, TURNS, params={"chat_template": template})
     with pytest.raises(SpecError, match=why) as caught:
         conversation.spans(ids, [(1, 2)], "saesteer.edits[0].scope.messages")
     assert (caught.value.field, caught.value.code) == ("saesteer.edits[0].scope.messages", "not_served")
+    assert conversation.told(ids) is None
 
 
 SCOPES: dict[str, tuple[Any, list[tuple[int, int]]]] = {
