@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all test-gpu test-vllm soak contract check format tables docs notebooks \
+.PHONY: help setup demo test test-slow test-long test-all test-gpu test-vllm soak contract check workflows format tables docs notebooks \
 	bench-kernels bench-layers bench-limits bench-steps bench-host bench-front bench-reading bench-rows bench-modes bench-sweeps \
 	bench-rivals plots gemma clean
 
@@ -18,8 +18,8 @@ help:
 	@echo "make test-gpu  on a GPU, the tests that it changes, those first that ran longest ago; MINUTES=9, PROCESSES=1, PYTHON=..."
 	@echo "make test-vllm tests on the engine of another release of vLLM, VLLM=0.29.0, on a CPU; three minutes"
 	@echo "make soak      load a server for an hour, or MINUTES=...; by hand, before a release"
-	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a daily job"
-	@echo "make check     ruff, formatting, mypy --strict, the bounds of the whole code"
+	@echo "make contract  whether the newest vLLM, or VLLM=..., has what saesteer relies on; for a daily job; ISSUE=... is a file"
+	@echo "make check     ruff, formatting, mypy --strict, the workflows, the bounds of the whole code"
 	@echo "make tables    write the tables of the pages that come from the code"
 	@echo "make docs      build the site of the pages in build/site; a warning is an error"
 	@echo "make notebooks run the notebooks, and store them with what they print and draw"
@@ -77,9 +77,17 @@ soak: $(READY)
 	$(BIN)/python -m tools.soak --minutes $(or $(MINUTES),60)
 
 contract: $(READY)
-	$(BIN)/python -m tools.contract $(VLLM)
+	$(BIN)/python -m tools.contract $(VLLM) $(if $(ISSUE),--issue $(ISSUE))
 
-check: $(READY)
+# Of GitHub's schemas; a job without a limit is an error as well.
+LINT = $(BIN)/check-jsonschema --builtin-schema
+workflows: $(READY)
+	$(LINT) vendor.github-workflows .github/workflows/*.yml
+	$(LINT) custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(LINT) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(LINT) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+
+check: $(READY) workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -47,9 +47,10 @@ NAVIGATION = {
         "docs/consumers",
         "docs/bridges",
         "docs/performance",
+        "docs/versions",
     ],
     "Compare and understand": ["docs/coming-from", "docs/how-it-works", "DECISIONS", "bench/LOG"],
-    "Work on it": ["CONTRIBUTING", "CHANGELOG", "SECURITY", "bench/results/gpu_tests"],
+    "Work on it": ["CONTRIBUTING", "CHANGELOG", "SECURITY", "AGENTS", "bench/results/gpu_tests"],
 }
 
 project = "saesteer"

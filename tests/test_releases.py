@@ -151,6 +151,11 @@ def test_what_the_command_says_and_how_it_ends(
     (tmp_path / "parameters.json").write_text(json.dumps(kept))
     contract.main([new])
     assert f"since vLLM {KNOWN[0]}, lib.alias has come to take second" in capsys.readouterr().out
+    capsys.readouterr()
+    assert contract.main([new, "--issue", str(tmp_path / "made/issue.md")]) == 1
+    title, _, *text = (tmp_path / "made/issue.md").read_text().splitlines()
+    assert title == "vLLM 9.9.0 differs from what saesteer relies on"
+    assert {f"- {line}" for line in capsys.readouterr().out.splitlines()} & {*text}
     (tmp_path / "vllm-1-none.whl").write_text("no archive")
     assert contract.main([str(tmp_path / "vllm-1-none.whl")]) == 2
     assert contract.main([str(tmp_path / "none.whl")]) == 2

@@ -213,6 +213,14 @@ def of_wheel(path: Path) -> Read:
     return lambda name: archive.read(name).decode() if name in names else None
 
 
+def _issue(version: str, told: Sequence[str]) -> str:
+    """The title, and behind an empty line the text."""
+    title = f"vLLM {version} differs from what saesteer relies on"
+    rows = "\n".join(f"- {sentence}" for sentence in told)
+    way = "docs/versions.md says how a release is taken in."
+    return f"{title}\n\n`make contract VLLM={version}`:\n\n{rows}\n\n{way}\n"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Check a version: 0 if it keeps the contract, 1 if not, 2 if its sources could not be had."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -220,6 +228,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--read", action="store_true", help=f"somebody has read this version: keep it in {LAST_READ.name}"
     )
+    parser.add_argument("--issue", type=Path, help="a file: the text of an issue, if a row fails or more is taken")
     options = parser.parse_args(words)
     chosen = options.version
     with tempfile.TemporaryDirectory() as folder:
@@ -235,17 +244,21 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.read:
         LAST_READ.write_text(json.dumps({"vllm": version, "takes": now}, indent=1) + "\n")
     before = json.loads(LAST_READ.read_text())
-    for sentence in gained(now, before["takes"]) if Version(version) > Version(before["vllm"]) else ():
-        print(f"since vLLM {before['vllm']}, {sentence}")
-    for sentence in found:
-        print(f"vLLM {version} {sentence}")
+    newer = gained(now, before["takes"]) if Version(version) > Version(before["vllm"]) else ()
+    told = [f"since vLLM {before['vllm']}, {sentence}" for sentence in newer]
+    told += [f"vLLM {version} {sentence}" for sentence in found]
+    for sentence in told:
+        print(sentence)
+    if options.issue and told:
+        options.issue.parent.mkdir(parents=True, exist_ok=True)
+        options.issue.write_text(_issue(version, told))
     if found:
         print(f"vLLM {version} breaks the contract at {len(found)} of {len(HOOKS)} functions")
     else:
         print(f"vLLM {version} keeps the contract: it has all {len(HOOKS)} functions")
     if not known:
         print("saesteer refuses it until KNOWN in saesteer/plugin/contract.py covers it: run the tests with it first")
-    return 1 if found else 0
+    return 1 if found or (options.issue and told) else 0
 
 
 if __name__ == "__main__":
