@@ -117,6 +117,13 @@ def test_the_newest_release_that_is_served_has_been_read() -> None:
     assert needed <= kept["takes"].keys(), "a new row: python -m tools.contract --read with the newest release"
 
 
+def test_pages_and_the_extra_have_the_window_that_is_served() -> None:
+    least, end = (f"{one.major}.{one.minor}" for one in KNOWN)
+    root = Path(contract.__file__).parents[1]
+    assert f'gpu = ["saesteer[hf]", "vllm>={least},<{end}"]' in (root / "pyproject.toml").read_text()
+    assert f"{least}\nup to but not including {end}." in (root / "docs/versions.md").read_text()
+
+
 @pytest.fixture
 def wheel(tmp_path: Path) -> Callable[[str], Path]:
     def made(version: str) -> Path:

@@ -1,12 +1,11 @@
 """Directions that separate two sets of rows, and how well they do on rows held out. Knows no model, text or file."""
 
-import importlib.util
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.errors import ConfigError
+from saesteer.errors import needs
 
 LEAST = 4  # rows of each set: two to learn from, and two held out, which have a standard deviation
 _HELD_OUT = 5  # one row in so many
@@ -75,8 +74,8 @@ def difference_of_means(positive: Rows, negative: Rows) -> Direction:
 
 def need_scikit_learn() -> None:
     """Raise ConfigError if scikit-learn is not installed."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise ConfigError("scikit-learn is not installed; pip install 'saesteer[probe]' (docs/install.md)")
+    with needs("'saesteer[probe]'"):
+        import sklearn  # noqa: F401
 
 
 def logistic_regression(positive: Rows, negative: Rows) -> Direction:

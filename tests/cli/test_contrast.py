@@ -221,7 +221,7 @@ def test_without_scikit_learn_it_says_what_to_install(files: tuple[Path, Path], 
     before = "import sys; sys.modules['sklearn'] = None"
     done = saesteer("probe", *words, "--out", str(tmp_path / "p.safetensors"), before=before)
     assert done.returncode == 2
-    said = "scikit-learn is not installed; pip install 'saesteer[probe]' (docs/install.md)"
+    said = "sklearn is not installed; pip install 'saesteer[probe]' (docs/install.md)"
     assert done.stderr == f"saesteer: {said}\n"
 
 
