@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from saesteer.language import address
 from saesteer.language.fields import (
     INT32_MAX,
-    Check,
     Record,
     by,
     fail,
@@ -112,11 +111,6 @@ class Scope(Record):
 
 
 GENERATED = Scope(generated=True)  # of what reads or watches by default, so that prompts stay cached
-
-
-def scoped(default: Scope) -> Check:
-    """A scope; null is the default."""
-    return lambda value, at: default if value is None else read(Scope, value, at)
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,7 @@ class TokenEdit(Edit):
 
     _: KW_ONLY
     when: tuple[Gate, ...] = may(gates, (), single=True)
-    scope: Scope = may(record(Scope, null=True), Scope())
+    scope: Scope = may(record(Scope), Scope())
 
 
 @dataclass(frozen=True)

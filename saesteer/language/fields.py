@@ -138,9 +138,11 @@ def _unquoted(value: object) -> str:
 
 
 def integer(low: int, high: int, what: str = "") -> Check:
-    """An integer from ``low`` to ``high``, in words if they say more; booleans and 34.0 are refused."""
+    """An integer from ``low`` to ``high``, in words if they say more; 34.0 is one, as tables of numbers write it."""
 
     def check(value: Any, at: str) -> int:
+        if value.__class__ is float and value.is_integer():
+            value = int(value)
         if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
             fail(at, "wrong_type", f"got {show(value)}, expected an integer{_unquoted(value)}")
         found = int(value)
@@ -164,9 +166,9 @@ def one_of(*words: str) -> Check:
     return check
 
 
-def optional(check: Check) -> Check:
+def optional(check: Check, default: Any = None) -> Check:
     """The same check, except that null means absent."""
-    return lambda value, at: None if value is None else check(value, at)
+    return lambda value, at: default if value is None else check(value, at)
 
 
 def listed(value: Any, at: str, most: int) -> Sequence[Any]:
@@ -248,8 +250,8 @@ def by(check: Check, *, key: str | None = None, single: bool = False, missing: s
 
 
 def may(check: Check, default: Any = None, **more: Any) -> Any:
-    """A Record's field that may be left out; null is the same where no default is given. More goes to ``by``."""
-    return field(default=default, metadata=by(optional(check) if default is None else check, **more))
+    """A Record's field that may be left out; null is the same, as clients write what is unset. More goes to ``by``."""
+    return field(default=default, metadata=by(optional(check, default), **more))
 
 
 def plain(value: Any) -> Any:
@@ -347,9 +349,9 @@ def varied(one: R, **values: Any) -> R:
     return made
 
 
-def record(cls: type[Record], *, null: bool = False) -> Check:
-    """A record of this class; with ``null``, null is the record with every default."""
-    return lambda value, at: cls() if null and value is None else read(cls, value, at)
+def record(cls: type[Record]) -> Check:
+    """A record of this class."""
+    return lambda value, at: read(cls, value, at)
 
 
 def mapping(value: Any, at: str, example: str = "") -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from saesteer.language import address
-from saesteer.language.edits import GENERATED, Interval, Scope, feature, intervals, layer, scoped
+from saesteer.language.edits import GENERATED, Interval, Scope, feature, intervals, layer
 from saesteer.language.fields import (
     Record,
     by,
@@ -56,7 +56,7 @@ class TokenRead(Record):
     """A read at a site, of the tokens of a scope."""
 
     _: KW_ONLY
-    scope: Scope = may(scoped(GENERATED), GENERATED)
+    scope: Scope = may(record(Scope), GENERATED)
     at: Moment = may(one_of("before", "after"), "before")  # the request's own edits of the site
     cached: Cached = field(default="recompute", metadata=_cached)  # what happens to prompt tokens in the prefix cache
 
@@ -115,7 +115,7 @@ class ActivationRead(TokenRead):
     example: ClassVar[str] = '{"site": "resid_post.20"}'
 
     site: str = field(metadata=by(site))
-    scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(scoped(EVERYTHING)))
+    scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(optional(record(Scope), EVERYTHING)))
     reduce: Reduce = may(one_of(*get_args(Reduce)), "none")
     transport: Literal["inline", "handle"] = field(
         default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")

@@ -6,8 +6,8 @@ A rule stands among the edits and changes no tensor. ``saesteer.planning.rules``
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from saesteer.language.edits import GENERATED, MAX_CONDITIONS, Edit, Gate, Scope, TokenEdit, scoped
-from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, may, optional, read, site
+from saesteer.language.edits import GENERATED, MAX_CONDITIONS, Edit, Gate, Scope, TokenEdit
+from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, may, optional, read, record, site
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rule(TokenEdit):
 
     run: int = may(integer(1, INT32_MAX), 1, key="for")
     when: tuple[Watched, ...] = field(kw_only=True, metadata=by(_conditions, single=True))
-    scope: Scope = field(default=GENERATED, kw_only=True, metadata=by(scoped(GENERATED)))
+    scope: Scope = field(default=GENERATED, kw_only=True, metadata=by(optional(record(Scope), GENERATED)))
 
 
 @dataclass(frozen=True)

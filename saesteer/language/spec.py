@@ -158,7 +158,7 @@ class Spec(Record):
     label: ClassVar[str] = "saesteer"
 
     edits: Sequence[Edit] = may(_edits, Edits())  # as ``Edits``, whatever came
-    returns: Return = may(record(Return, null=True), Return(), key="return")
+    returns: Return = may(record(Return), Return(), key="return")
     defaults: bool = may(boolean, True)  # whether the server's default module applies
     version: Literal[1] = may(_version, VERSION)
     model: str | None = None  # the module that the request's model names, in front of the edits; no field of the JSON

@@ -5,7 +5,7 @@ Knows roles and windows, no text, no template and no tokenizer: it asks the call
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from saesteer.language.alike import parts_of
 from saesteer.language.edits import MAX_POSITIONS, Clamp, Edit, Message, Reconstruct, Scope, TokenEdit
@@ -103,6 +103,9 @@ class _Conversation:
         self._places: dict[str, list[int]] = {}
         for place, role in enumerate(roles):
             self._places.setdefault(role, []).append(place)
+        for one, other in pairwise(("system", "developer", "system")):  # two names of one role, which clients mix
+            if one in self._places:
+                self._places.setdefault(other, self._places[one])
         self._known: dict[tuple[Message, ...], list[tuple[int, int]]] = {}
         self._total = 0
 

@@ -183,7 +183,7 @@ def read_lines(flag: str, file: Path) -> list[tuple[int, str]]:
     try:
         if (size := file.expanduser().stat().st_size) > MAX_BYTES:
             raise ConfigError(f"{flag} {file}: {size} bytes, expected at most {MAX_BYTES}")
-        text = file.expanduser().read_text(encoding="utf-8")
+        text = file.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         reason = getattr(exc, "strerror", None) or exc
         raise ConfigError(f"{flag} {file}: cannot be read ({reason}); expected a text in UTF-8 on each line") from exc

@@ -54,7 +54,7 @@ def read_text(file: Path, max_tokens: int, flag: str = "--text-file") -> str:
     if not 1 <= max_tokens <= MAX_TOKENS:
         raise ConfigError(f"--max-tokens is {max_tokens}, expected 1 to {MAX_TOKENS}")
     try:
-        with file.expanduser().open(encoding="utf-8") as stream:
+        with file.expanduser().open(encoding="utf-8-sig") as stream:
             text = stream.read(CHARACTERS * max_tokens)
     except (OSError, UnicodeDecodeError) as exc:
         reason = getattr(exc, "strerror", None) or exc

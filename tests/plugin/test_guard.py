@@ -23,7 +23,6 @@ from tests.plugin.vllm_routes import POST
 STEERED = {"edits": [BRIDGE]}
 ASKING: list[Any] = [
     {"saesteer": STEERED},
-    {"saesteer": None},
     {"vllm_xargs": {"saesteer": json.dumps(STEERED)}},
     {"sampling_params": {"extra_args": {"saesteer": STEERED}}},
     {"extra_body": {"saesteer": STEERED}},
@@ -35,6 +34,7 @@ ASKING: list[Any] = [
     *({name: {"saesteer": STEERED}} for name in ("options", "parameters")),
 ]
 PLAIN: list[Any] = [
+    {"saesteer": None},
     {"prompt": "saesteer"},
     {"messages": [{"role": "user", "content": '{"saesteer": {}}'}]},
     {"vllm_xargs": {"other": "saesteer"}},

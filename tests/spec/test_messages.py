@@ -51,6 +51,13 @@ def test_by_example(scope: dict[str, Any], expected: Any) -> None:
     assert resolved(scope) == expected
 
 
+def test_developer_and_system_are_one_role_where_a_chat_has_one_of_them() -> None:
+    scopes = [{"messages": role} for role in ("system", "developer")]
+    for roles in (["developer", *ROLES[1:]], ["system", *ROLES[1:]]):
+        assert [resolved(scope, roles=roles) for scope in scopes] == [((1, 8),)] * 2
+    assert [resolved(scope, roles=["system", "developer", *ROLES[2:]]) for scope in scopes] == [((1, 8),), ((8, 14),)]
+
+
 def test_what_the_format_leaves_alone_is_left_alone() -> None:
     assert resolved({"messages": [0]}, name="gs20") == ((3, 8),)
     assert resolved({"messages": [0], "positions": [[0, None]]}, name="gs20") == ((0, 8),)

@@ -214,7 +214,7 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
     params = original(self, *args, **kwargs)
     body = self.model_extra or {}
     _refuse_misplaced(self)
-    if KEY in body:
+    if body.get(KEY) is not None:
         if KEY in (params.extra_args or {}):
             message = "appears both in the body and in vllm_xargs; expected only one of them"
             raise SpecRefused(SpecError(message, field=KEY, code="conflict"))

@@ -41,7 +41,7 @@ async def _answering(original: Original, self: Any, request: Any, raw_request: A
 async def _forwarding(original: Original, self: Any, request: Any, raw_request: Any = None) -> Any:
     body = {} if raw_request is None else await raw_request.json()
     refuse_misplaced(request, body)
-    if KEY in body:
+    if body.get(KEY) is not None:
         request.saesteer = body[KEY]
     arguments = body.get("vllm_xargs")
     if isinstance(arguments, Mapping) and KEY in arguments and request.vllm_xargs is None:

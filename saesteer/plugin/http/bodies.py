@@ -35,7 +35,8 @@ _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be esc
 
 def is_steered(request: Any) -> bool:
     """True if a request of the OpenAI API has a spec, in its body, also as a form's fields, in vllm_xargs or model."""
-    names = (name.replace("]", "").split("[") for name in request.model_extra or ())  # forms: saesteer[edits][][op]
+    # Forms: saesteer[edits][][op]
+    names = (name.replace("]", "").split("[") for name, one in (request.model_extra or {}).items() if one is not None)
     arguments = getattr(request, "vllm_xargs", None) or ()
     return any(KEY in one for one in names) or KEY in arguments or models.module_of(request) is not None
 

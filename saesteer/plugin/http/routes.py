@@ -178,8 +178,10 @@ def _asks(text: bytes) -> bool:
     body = _parsed(text)
     if not isinstance(body, Mapping):
         return False
+    if body.get(KEY) is not None:
+        return True
     arguments = body.get("vllm_xargs")
-    return KEY in body or (isinstance(arguments, Mapping) and KEY in arguments) or misplaced(body, KEY) is not None
+    return (isinstance(arguments, Mapping) and KEY in arguments) or misplaced(body, KEY) is not None
 
 
 def _without_specs(receive: Receive, send: Send, message: str) -> Receive:
