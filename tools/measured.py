@@ -149,6 +149,17 @@ def gpu_tests() -> Table:
     return head, lines
 
 
+def on_gpus(version: str) -> str:
+    """What ran with a release of vLLM on GPUs: test files by their last stored run, and the newest run."""
+    found = [row for row in rows("gpu_tests.jsonl", "file", "vllm") if row["vllm"] == version]
+    if not found:
+        return "none"
+    good = sum(row["whole"] and not (row["wrong"] or row["left"]) for row in found)
+    last = max(found, key=lambda row: int(row["at"]))
+    cards = ", ".join(sorted({row["gpu"].removeprefix("NVIDIA ") for row in found}))
+    return f"{good} of {len(found)} files passed whole ({cards}), the last on {last['date']} at {last['commit']}"
+
+
 def fork() -> Table:
     """µs of a published fork's kernels, and of ours, without a norm."""
     head = ("tokens × edits of each", "width", "the fork's", "ours", "the fork's commit", "commit")

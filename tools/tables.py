@@ -308,9 +308,8 @@ def versions() -> str:
     """The releases of vLLM that were looked at: one of each version that is served, and what was run with it."""
     low, high = contract.KNOWN
     assert [Version(one).minor for one in RELEASES] == [*range(low.minor, high.minor)], "make contract VLLM=..."
-    return table(
-        ("vLLM", "tests run with it"), ((one, run or "none: `make contract` alone") for one, run in RELEASES.items())
-    )
+    said = ((one, run or "none: `make contract` alone", measured.on_gpus(one)) for one, run in RELEASES.items())
+    return table(("vLLM", "tests run with it", "test files on GPUs"), said)
 
 
 TABLES: dict[str, Callable[[], str]] = {
