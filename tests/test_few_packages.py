@@ -68,7 +68,7 @@ BLOCKS = f"""
 import re, sys
 from importlib.metadata import packages_distributions
 plain = lambda name: re.sub("[-_.]+", "-", name).lower()
-kept = {{plain(name) for name in {sorted(brought())!r}}} | {{"saesteer"}}
+kept = {{plain(name) for name in {sorted(brought())!r}}} | {{"saesteer", "saesteer-demo"}}
 for module, homes in packages_distributions().items():
     if kept.isdisjoint(map(plain, homes)):
         sys.modules[module] = None
@@ -76,7 +76,8 @@ for module, homes in packages_distributions().items():
 
 
 def few(code: str) -> "subprocess.CompletedProcess[str]":
-    env = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # an archive has the demo beside it
+    env = os.environ | {"PYTHONPATH": paths, "NO_COLOR": "1"}
     return subprocess.run([sys.executable, "-c", BLOCKS + code], env=env, capture_output=True, text=True, check=False)
 
 
