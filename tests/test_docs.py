@@ -27,7 +27,7 @@ from tools import tables
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS, ROOT / "bench/LOG.md"]
-PAGES += [ROOT / name for name in ("DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += [ROOT / name for name in ("AGENTS.md", "DECISIONS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 READS = (ROOT / "docs/reads-and-rules.md").read_text()
 REQUESTS = (ROOT / "docs/requests.md").read_text() + READS
 START = (ROOT / "docs/start.md").read_text()
