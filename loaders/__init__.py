@@ -15,7 +15,7 @@ from saesteer.errors import LoadError
 from saesteer.loaders import hub, max_act
 from saesteer.loaders.arrays import WEIGHT_DTYPES
 from saesteer.loaders.draft import Draft, Format, build, decoders, facts, vector_of
-from saesteer.loaders.files import fetch
+from saesteer.loaders.files import check_fetched, fetch
 from saesteer.loaders.formats import (
     apollo,
     circuit_tracer,
@@ -57,6 +57,12 @@ FORMATS: dict[str, Format] = {
     "goodfire": goodfire,
     "apollo": apollo,
 }
+
+
+class UnknownFormat(LoadError):
+    """No format accepts a file or folder."""
+
+
 hub.NAMES += [name for form in FORMATS.values() for name in form.FILES]
 
 
@@ -183,11 +189,13 @@ def drafts_at(path: Path) -> tuple[str, Sequence[Draft]] | None:
 
 
 def _drafts(path: Path) -> tuple[str, Sequence[Draft]]:
+    if path.is_file():
+        check_fetched(path)
     if found := drafts_at(path):
         return found
     inside = sorted(child.name for child in path.iterdir())[:8] if path.is_dir() else []
     what = f"a folder with {', '.join(inside) or 'nothing'}" if path.is_dir() else "a file of no known format"
-    raise LoadError(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
+    raise UnknownFormat(f"{path}: {what}; expected one of the formats {', '.join(FORMATS)}")
 
 
 def alone(path: Path) -> Draft:

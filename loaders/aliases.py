@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
+from typing import NamedTuple
+
+from saesteer.language.sites import KINDS, canonical, parse
 
 # TransformerLens: blocks.{L}.NAME
 _TRANSFORMER_LENS = {
@@ -53,6 +57,37 @@ _RMS_NORM = re.compile(
 # In TransformerLens these are copies of the stream before the norm; elsewhere, the tensor after it.
 AMBIGUOUS = ("hook_mlp_in", "hook_attn_in")
 _WRITTEN = re.compile(r"(resid_\w+|attn_out|mlp_out)\.\d+")
+
+
+# layer_20, blocks.8, h.3, W_enc_5, and the L15R of Llama Scope
+_LAYER = re.compile(
+    r"(?:^|[^a-z])(?:(?:layers?|blocks|h|w_enc|directions?)[._-]?|l(?=\d+(?:r|a|m|tc)(?![a-z\d])))(\d+)", re.IGNORECASE
+)
+
+
+class Place(NamedTuple):
+    """What a name says about where something belongs."""
+
+    kind: str | None = None
+    layer: int | None = None
+
+
+def place_in(name: str) -> Place:
+    """The place that the name of an array says: a site by any library's name for it, or a layer."""
+    site = from_transformer_lens(name) or from_hugging_face(name) or name.replace("_layer_", ".")
+    kind, _, layer = site.partition(".")
+    if kind in KINDS and layer.isdecimal():
+        return Place(*parse(canonical(site)))
+    return Place(None, layer_in(PurePath(name.replace(".", "_"))))
+
+
+def layer_in(path: PurePath) -> int | None:
+    """The layer that a path names last, as in ``layer_20``, ``blocks.8`` or ``3.pt``; None if it names none."""
+    for part in reversed(path.parts):
+        if found := _LAYER.search(part):
+            return int(found[1])
+    number = path.name.partition(".")[0]
+    return int(number) if number.isdecimal() else None
 
 
 def from_transformer_lens(name: str) -> str | None:

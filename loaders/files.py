@@ -17,12 +17,13 @@ from typing import Any
 
 import yaml
 
-from saesteer.errors import LoadError, reason
+from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 from saesteer.loaders.hub import download, is_id, unpinned
 from saesteer.loaders.neuronpedia import resolved
 
 LARGEST_YAML = 1 << 20
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's name of a large file; a small file's is git's digest, 40 characters
 
 State = tuple[int, int, int, int]  # what is the same as long as a file is: device, inode, size, time in ns
@@ -35,13 +36,23 @@ def wrong(file: Path | str, key: str, found: object, expected: str) -> LoadError
 
 @contextmanager
 def readable(what: str, expected: str) -> Iterator[None]:
-    """Turns whatever the libraries raise for broken bytes into a LoadError."""
+    """Turns whatever the libraries raise for broken bytes into a LoadError, without their words for their own users."""
     try:
         yield
     except LoadError:
         raise
     except Exception as exc:
-        raise LoadError(f"{what}: not readable ({reason(exc)}); expected {expected}") from exc
+        why = exc.strerror if isinstance(exc, OSError) else str(exc) if isinstance(exc, EOFError) else None
+        raise LoadError(f"{what}: not readable{f' ({why})' if why else ''}; expected {expected}") from exc
+
+
+def check_fetched(file: Path) -> None:
+    """Refuses a Git LFS pointer, which a clone has in place of a large file; raises LoadError."""
+    with readable(str(file), "a file that this user may read"), file.open("rb") as stream:
+        if stream.read(len(_POINTER)) == _POINTER:
+            raise LoadError(
+                f"{file}: a Git LFS pointer; expected the file itself: `git lfs pull` in its folder gets it"
+            )
 
 
 def fetch(place: str | Path, *, again: bool = False) -> Path:
@@ -119,10 +130,9 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         LoadError: it cannot be read, is not JSON, or is not an object.
     """
-    try:
+    check_fetched(file)
+    with readable(str(file), "a JSON object"):
         document = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
-        raise LoadError(f"{file}: not readable as JSON ({exc}); expected a JSON object") from exc
     if not isinstance(document, dict):
         raise LoadError(f"{file}: holds a JSON {type(document).__name__}; expected a JSON object")
     return document
@@ -139,12 +149,11 @@ class _Plain(yaml.SafeLoader):
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """As ``read_json``, of a YAML file of at most 1 MB; its tags make nothing but plain values."""
-    try:
-        if (size := file.stat().st_size) > LARGEST_YAML:
-            raise ValueError(f"{size} bytes")
+    check_fetched(file)
+    if (size := file.stat().st_size) > LARGEST_YAML:
+        raise LoadError(f"{file}: {size} bytes of YAML; expected keys and values")
+    with readable(str(file), "keys and values in YAML, without aliases"):
         document = yaml.load(file.read_bytes(), _Plain)  # it makes what safe_load does
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as exc:
-        raise LoadError(f"{file}: not readable as YAML ({reason(exc)}); expected keys and values") from exc
     if not isinstance(document, dict):
         raise LoadError(f"{file}: holds a YAML {type(document).__name__}; expected keys and values")
     return document

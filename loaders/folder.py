@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from saesteer.errors import LoadError
 from saesteer.loaders import FORMATS
-from saesteer.loaders.sets import layer_in
+from saesteer.loaders.aliases import layer_in
 
 _SUFFIXES = (".safetensors", ".npz", ".pt", ".pth")
 

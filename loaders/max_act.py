@@ -21,9 +21,10 @@ from pathlib import Path
 from torch import Tensor
 
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, place_of
-from saesteer.loaders.arrays import Arrays, open_arrays
+from saesteer.loaders.arrays import Arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fingerprint, whole_numbers, wrong
+from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.sample import sample
 from saesteer.loaders.write import write_arrays
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.errors import LoadError
 from saesteer.loaders import hub
+from saesteer.loaders.aliases import layer_in
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import fetch, there, wrong
 from saesteer.loaders.hub import WEIGHT_SUFFIXES
@@ -21,10 +22,6 @@ from saesteer.loaders.neuronpedia import resolved
 
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
-# layer_20, blocks.8, h.3, W_enc_5, and the L15R of Llama Scope
-_NAMED = re.compile(
-    r"(?:^|[^a-z])(?:(?:layers?|blocks|h|w_enc)[._-]?|l(?=\d+(?:r|a|m|tc)(?![a-z\d])))(\d+)", re.IGNORECASE
-)
 # What members have in common, as users call it.
 _ALIKE: dict[str, Callable[[CoderInfo], object]] = {
     "sites": lambda info: " -> ".join(str(site).partition(".")[0] for site in (info.site_in, info.site_out)),
@@ -142,15 +139,6 @@ def _member(place: Path, draft: Draft, root: Path) -> Member:
     named = [int(site.partition(".")[2]) for site in draft.sites if site and "." in site]
     below = Path(place.name) if place == root else place.relative_to(root)
     return Member(str(place), draft.sites, named[0] if named else layer_in(below))
-
-
-def layer_in(path: Path) -> int | None:
-    """The layer that a path names last, as in ``layer_20``, ``blocks.8`` or ``3.pt``; None if it names none."""
-    for part in reversed(path.parts):
-        if found := _NAMED.search(part):
-            return int(found[1])
-    number = path.name.partition(".")[0]
-    return int(number) if number.isdecimal() else None
 
 
 def check_alike(place: str, found: Mapping[int, CoderInfo], *, whole: bool) -> None:

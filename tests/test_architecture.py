@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "language": {"errors"},
     "models": {"errors", "language"},
     "dictionaries": {"errors", "language"},
-    "loaders": {"errors", "dictionaries"},
+    "loaders": {"errors", "language", "dictionaries"},
     "planning": {"errors", "language", "dictionaries"},
     "consumers": {"errors", "language", "planning"},
     "config": {"errors", "language", "models", "planning", "dictionaries", "loaders"},

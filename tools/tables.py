@@ -21,7 +21,7 @@ from saesteer.config import config, settings
 from saesteer.dictionaries.coder import CoderInfo
 from saesteer.language import edits, fields, inline, returns, sites, spec
 from saesteer.loaders import FORMATS, describe
-from saesteer.loaders.vectors import READERS
+from saesteer.loaders.vectors.contents import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract, unservable

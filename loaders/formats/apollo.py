@@ -12,8 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from saesteer.loaders import aliases
-from saesteer.loaders.arrays import Arrays, open_torch
+from saesteer.loaders.arrays import Arrays
 from saesteer.loaders.draft import Draft
+from saesteer.loaders.opening import open_torch
 
 FILES: tuple[str, ...] = ()  # they are on no hub
 _KEYS = {"w_enc": "encoder.0.weight", "w_dec": "decoder.weight", "b_enc": "encoder.0.bias", "b_dec": "decoder.bias"}

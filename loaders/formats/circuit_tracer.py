@@ -23,9 +23,9 @@ from typing import Any
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import numbered, read_yaml, text, whole_number, wrong
+from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.parts import split
 
 FILES = ("config.yaml",)

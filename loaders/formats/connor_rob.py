@@ -15,9 +15,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from saesteer.loaders import aliases, sizes
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import only, read_json, text, wrong
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("*_cfg.json",)  # and the .pt file, which a place names
 _KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "b_in": "b_dec"}

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import sizes
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import both, read_json, section, text, whole_number, wrong
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("ae.pt", "config.json")
 _LINEAR = {"w_enc": "encoder.weight", "w_dec": "decoder.weight"}

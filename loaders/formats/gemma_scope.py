@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("params.npz",)
 _REPOSITORY = re.compile(r"gemma-scope-(\d+b)-(pt|it)-(res|att|mlp|transcoders)\Z")

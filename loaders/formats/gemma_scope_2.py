@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from saesteer.loaders import aliases
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import numbered, positive, read_json, text, wrong
+from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.parts import split
 
 FILES = ("params.safetensors", "config.json", "params_layer_*.safetensors")

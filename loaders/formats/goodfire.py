@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from saesteer.loaders.arrays import open_torch
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import wrong
+from saesteer.loaders.opening import open_torch
 
 FILES: tuple[str, ...] = ()  # a place names the file itself
 _KEYS = {"w_enc": "encoder{}.weight", "w_dec": "decoder{}.weight", "b_enc": "encoder{}.bias", "b_dec": "decoder{}.bias"}

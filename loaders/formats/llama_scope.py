@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from saesteer.loaders import aliases, sizes
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import only, positive, read_json, section, text, wrong
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("hyperparams.json", "checkpoints/final.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias"}

@@ -13,9 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from saesteer.loaders import aliases, sizes
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import both, flag, only, read_json, text
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("config.json", "sae_weights.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "encoder.bias", "b_dec": "decoder.bias"}

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases, sizes
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import both, flag, one_of, only, read_json, text, whole_number, wrong
+from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.parts import split
 
 FILES = ("config.json", "sae_weights.safetensors")

@@ -24,9 +24,9 @@ from typing import Any, cast
 import torch
 
 from saesteer.dictionaries.coder import Activation
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft
 from saesteer.loaders.files import read_json, section, whole_number, wrong
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("manifest.json", "layer_*[a-z].safetensors")  # layer_3.safetensors is one of another format's set
 HOOKS: dict[str, str | None] = {

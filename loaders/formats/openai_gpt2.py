@@ -13,9 +13,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from saesteer.loaders.arrays import open_torch
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import only, whole_number, wrong
+from saesteer.loaders.opening import open_torch
 
 FILES: tuple[str, ...] = ()  # they are on no hub
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "decoder.weight", "b_enc": "latent_bias", "b_dec": "pre_bias"}

@@ -21,11 +21,11 @@ from typing import get_args
 
 from saesteer.dictionaries.coder import Activation, CoderInfo, FeatureUnit, InNorm, SparseCoder
 from saesteer.errors import LoadError
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import one_of, whole_numbers, wrong
+from saesteer.loaders.files import check_fetched, one_of, whole_numbers, wrong
 from saesteer.loaders.max_act import GAPS, gaps_in
 from saesteer.loaders.neuronpedia import addresses
+from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.write import write_arrays
 
 NAME = "saesteer"
@@ -50,6 +50,7 @@ def draft(place: Path) -> list[Draft] | None:
 def _one(file: Path) -> Draft | None:
     if file.suffix != ".safetensors" or not file.is_file():
         return None
+    check_fetched(file)
     try:
         weights = open_arrays(file)
     except LoadError:

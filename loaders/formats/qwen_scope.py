@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from saesteer.loaders import sizes
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import numbered, only, read_json, text, whole_number, wrong
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("config.json",)  # and the layer's file, which a place names: a set has some tens of them
 _LAYER = re.compile(r"layer(\d+)\.sae\.pt")

@@ -27,10 +27,10 @@ from typing import Any
 
 from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft, Sites
 from saesteer.loaders.files import both, flag, read_json, section, text, whole_number, wrong
 from saesteer.loaders.neuronpedia import addresses
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("cfg.json", "sae_weights.safetensors")
 # architecture -> the activation that it becomes, and its arrays besides W_enc, W_dec and b_dec

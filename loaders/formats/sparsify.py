@@ -17,9 +17,9 @@ from pathlib import Path
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Axis, Draft, Sites
 from saesteer.loaders.files import both, flag, read_json, text, whole_number, wrong
+from saesteer.loaders.opening import open_arrays
 
 FILES = ("cfg.json", "sae.safetensors")
 _KEYS = {"w_enc": "encoder.weight", "w_dec": "W_dec", "b_enc": "encoder.bias", "b_dec": "b_dec"}

@@ -7,6 +7,7 @@ claims. This reader believes no count that the file has no bytes for.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ class _Cursor:
         return None
 
 
-def read(path: Path) -> dict[str, NDArray[np.float32]]:
-    """The arrays by name, such as ``direction.12``, float32 [d] each.
+def read(path: Path) -> Iterator[tuple[str, object]]:
+    """The metadata, in which a list is None, and the arrays by name, such as ``direction.12``, float32 [d] each.
 
     Raises:
         LoadError: the file is not a control vector, or is broken or cut short.
@@ -67,10 +68,12 @@ def read(path: Path) -> dict[str, NDArray[np.float32]]:
     if data[:4] != b"GGUF":
         raise wrong(path, "header", f"begins with {data[:4]!r}", "a GGUF file")
     with readable(f"{path}: header", "a complete GGUF file of version 2 or 3"):
-        return _read(path, _Cursor(data))
+        metadata, found = _read(path, _Cursor(data))
+    yield from metadata.items()
+    yield from found.items()
 
 
-def _read(path: Path, cursor: _Cursor) -> dict[str, NDArray[np.float32]]:
+def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
     cursor.take(4)
     version, tensors, pairs = cursor.plain("<I"), cursor.plain("<Q"), cursor.plain("<Q")
     if version not in _VERSIONS:
@@ -91,7 +94,7 @@ def _read(path: Path, cursor: _Cursor) -> dict[str, NDArray[np.float32]]:
         if name in found or base + offset + 4 * width > len(cursor.data):
             raise wrong(path, name, "there twice, or beyond the end of the file", "a complete file")
         found[name] = np.frombuffer(cursor.data, "<f4", width, base + offset)
-    return found
+    return metadata, found
 
 
 def _place(path: Path, cursor: _Cursor) -> tuple[str, int, int]:

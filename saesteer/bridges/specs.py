@@ -19,7 +19,7 @@ def read_spec(file: str) -> dict[str, Any]:
         ConfigError: naming the file and what is wrong.
     """
     try:
-        found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        found = json.loads(Path(file).expanduser().read_text(encoding="utf-8-sig"))
         from_json(found)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"spec {file}: {exc}; expected a JSON object such as {{'edits': [...]}}") from exc

@@ -91,7 +91,8 @@ class Assets:
         wanted = [reading_site(str(info.site_in)) for info in self.infos.values()]
         wanted += expand_sites([*self.config.sites, *self.config.kept], layers)
         for vectors in self.vectors.values():
-            wanted += [f"{kinds.get(vectors.width, 'resid_post')}.{layer}" for layer in vectors.layers or ()]
+            kind = vectors.kind or kinds.get(vectors.width, "resid_post")
+            wanted += [f"{kind}.{layer}" for layer in vectors.layers or ()]
         found = {canonical(site) for site in wanted}
         written = {canonical(site) for info in self.infos.values() for site in info.writes}
         return tuple(sorted(found | {op_site(site, found) for site in written}, key=order))
@@ -108,7 +109,8 @@ class Assets:
         wanted |= {canonical(site) for site in expand_sites(self.config.kept, layers)}
         for vectors in self.vectors.values():
             if vectors.layers is not None and len(vectors.layers) == 1:
-                wanted.add(f"{kinds.get(vectors.width, 'resid_post')}.{vectors.layers[0]}")
+                kind = vectors.kind or kinds.get(vectors.width, "resid_post")
+                wanted.add(f"{kind}.{vectors.layers[0]}")
         return frozenset(wanted.intersection(sites))
 
     def ends(self, name: str, sites: Collection[str]) -> tuple[str, str]:

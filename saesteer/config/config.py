@@ -177,11 +177,12 @@ OPTIONS: dict[str, Option] = {
     "max_edits": _limit("max_edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
         "--vector",
-        "NAME=FILE",
+        "NAME=FILE[#ROW][@SITE]",
         _named(
             _source(VectorSource, VectorSource, path=_word, bias=optional(fields.number), function=optional(_function))
         ),
-        "Vectors and their name in requests: .safetensors, .npy, .gguf (control vector) or .pt. Repeatable.",
+        "Vectors and their name in requests: a file of tensors, NumPy arrays, GGUF or JSON. #ROW or #NAME takes a part "
+        "of it, @SITE says where it belongs, hidden_states: in front that its rows are hidden_states. Repeatable.",
     ),
     "modules": Option(
         "--module", "NAME=FILE", _named(_module), "A spec as a JSON file, and its name in requests. Repeatable."

@@ -130,5 +130,5 @@ def _read(name: str, source: str | Mapping[str, Any]) -> Spec:
 
 
 def _text(path: Path) -> str:
-    with path.open(encoding="utf-8") as stream:
+    with path.open(encoding="utf-8-sig") as stream:
         return stream.read(MAX_CHARACTERS + 1)  # the language refuses one character too many

@@ -3,6 +3,7 @@
 from dataclasses import InitVar, dataclass
 
 from saesteer.language.inline import Function
+from saesteer.language.sites import split_site
 
 ROWS = "rows:"  # before a place: the dictionary stays in its file
 PIN = "@@"  # behind a place, before a revision, as in loaders/hub.py, which takes longer to import
@@ -26,10 +27,7 @@ class DictionarySource:
     def from_argument(cls, text: str) -> "DictionarySource":
         """Read ``[rows:]PLACE[@@REVISION][@SITE]``, as on the command line."""
         place = text.removeprefix(ROWS)
-        path, at, site = place.rpartition("@")
-        if not at or "/" in site or path.endswith("@"):  # that @ belongs to @@REVISION
-            path, site = place, ""
-        return cls(path, site or None, place != text)
+        return cls(*split_site(place), place != text)
 
     @property
     def reads(self) -> str | None:
@@ -39,7 +37,7 @@ class DictionarySource:
 
 @dataclass(frozen=True, slots=True)
 class VectorSource:
-    """Where vectors are: a file or ``org/repo/file``, and a probe's bias and function that replace the file's."""
+    """Where vectors are, as ``read_vectors`` takes it, and a probe's bias and function in place of the file's."""
 
     path: str
     bias: float | None = None

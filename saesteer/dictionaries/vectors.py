@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from saesteer.language.inline import Function as Function
 from saesteer.language.inline import InlineVector
 
 Vector = NDArray[np.float32]  # [d], read-only
+HIDDEN_STATES = "hidden_states:"  # in front of a file whose rows are those of Transformers' hidden_states
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +31,9 @@ class VectorSet:
     digests: Mapping[int | None, str]  # hex sha256 of each float32 row, by layer
     bias: float = 0.0  # a probe reads x · v + bias
     function: Function = "linear"  # what a probe makes of that
+    kind: str | None = None  # of the sites that its file holds it to; None: any kind
+    stack: int | None = None  # how many layers the model must have, if nothing else says that the rows are layers
+    notes: tuple[tuple[str, str], ...] = ()  # for people, each behind "note", "says" or "warning"
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -48,23 +53,27 @@ class VectorSet:
         return (long / np.linalg.norm(long)).astype(np.float32)
 
 
-def vector_set(rows: Mapping[int | None, Vector], bias: float = 0.0, function: Function = "linear") -> VectorSet:
+def vector_set(
+    rows: Mapping[int | None, Vector], bias: float = 0.0, function: Function = "linear", **more: Any
+) -> VectorSet:
     """A set of checked rows, which become read-only.
 
     Args:
         rows: ``[d]`` each, by layer; finite and not zero.
         bias: a probe's bias.
         function: of a probe.
+        more: the last fields of ``VectorSet``.
     """
     layers = sorted(rows, key=lambda one: -1 if one is None else one)
     width = rows[layers[0]].size
     digests = {layer: hashlib.sha256(rows[layer].data).hexdigest() for layer in layers}
     for layer in layers:
         rows[layer].flags.writeable = False
-    facts = (width, bias, digests) if function == "linear" else (width, bias, digests, function)
+    facts: tuple[object, ...] = (width, bias, digests, *([function] * (function != "linear")))
+    facts += (more["kind"],) if more.get("kind") else ()
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     kept = {layer: rows[layer] for layer in layers}
-    return VectorSet(MappingProxyType(kept), width, fingerprint, MappingProxyType(digests), bias, function)
+    return VectorSet(MappingProxyType(kept), width, fingerprint, MappingProxyType(digests), bias, function, **more)
 
 
 def from_inline(
@@ -129,10 +138,15 @@ def check_vectors(
         if found.width not in (width, *other_widths.values()):
             others = "".join(f", and its {place} {wide}" for place, wide in other_widths.items())
             raise ConfigError(f"vector {name!r} is {found.width} wide, but this model is {width} wide{others}")
+        has = f"this model has layers 0 to {layers - 1}"
+        if found.stack not in (None, layers):
+            told = f"vector {name!r} has {found.stack} rows, but {has}; expected a row for each, or one row at a site"
+            told += f", such as --vector {name}=FILE#3@resid_post.20"
+            hint = "; if they are hidden_states of Transformers, row 0 is the embedding and row i + 1 is resid_post.i"
+            hint += f", and --vector {name}={HIDDEN_STATES}FILE reads them so"
+            raise ConfigError(told + hint * (found.stack == layers + 1))
         if found.layers and found.layers[-1] >= layers:
-            last, hint = found.layers[-1], "; if these are hidden_states, drop row 0: row i + 1 is resid_post.i"
-            told = f"vector {name!r} has a row for layer {last}, but this model has layers 0 to {layers - 1}"
-            raise ConfigError(told + hint * (found.layers == (*range(layers + 1),)))
+            raise ConfigError(f"vector {name!r} has a row for layer {found.layers[-1]}, but {has}")
 
 
 def _from_bfloat16(data: bytes) -> Vector:

@@ -57,6 +57,12 @@ def canonical(name: str) -> str:
     return f"resid_post.{layer - 1}" if kind == "resid_pre" and layer > 0 else name
 
 
+def split_site(place: str) -> tuple[str, str | None]:
+    """A place and the site behind its last @, as in ``FILE@resid_post.20``; an @@ is in front of a revision."""
+    path, at, site = place.rpartition("@")
+    return (place, None) if not at or "/" in site or path.endswith("@") else (path, site or None)
+
+
 @lru_cache(4096)
 def order(name: str) -> tuple[int, int]:
     """A key that sorts sites in the order of the forward pass.

@@ -159,7 +159,7 @@ def places_of(
     Raises:
         SpecError: the vector is unknown, has another width than a site or no row for a layer, or a site has no op.
     """
-    layers = _layers(catalog, vector, at)
+    layers, kind = _layers(catalog, vector, at), kind_of(catalog, vector)
     if len(written) == 1 and "." not in written[0]:
         if layers is None:
             message = f"got {written[0]} alone, which stands for every layer that the vector has"
@@ -169,7 +169,10 @@ def places_of(
     else:
         paths = [f"{at}.site"] if len(written) == 1 else [f"{at}.site[{i}]" for i in range(len(written))]
     for name, path in zip(written, paths, strict=True):
-        site, layer = canonical(name), parse(name)[1]
+        site = canonical(name)
+        own, layer = parse(site if kind else name)
+        if kind not in (None, own):
+            fail(path, "conflict", f"got {name}, but the vector's file says that it is for {kind}, expected that")
         _check_width(catalog, vector, site, f"{at}.vector")
         if layers is not None and layer not in layers:
             message = f"got {name}, but the vector has no row for layer {layer}"
@@ -184,20 +187,21 @@ def probe_of(catalog: Catalog, name: str, written: str, at: str) -> tuple[str, D
     """The site where a probe is read for an edit at a site as written, and the probe's row there.
 
     A vector with one row for any site, or with a row for the layer of the edit, is read where the edit stands.
-    Otherwise, a vector with a single layer is read at resid_post of that layer.
+    Otherwise, a vector with a single layer is read at that layer, at resid_post if its file does not name a site.
 
     Raises:
         SpecError: the vector is unknown, differs from the site in width, or has no layer or several to choose from.
     """
-    layers, here = _rows_of_probe(catalog, name, at), parse(written)[1]
-    if layers is None or here in layers:
+    layers, kind = _rows_of_probe(catalog, name, at), kind_of(catalog, name)
+    own, here = parse(canonical(written) if kind else written)
+    if layers is None or (here in layers and kind in (None, own)):
         site = canonical(written)
         _check_width(catalog, name, site, f"{at}.probe")
         return site, Direction(name, None if layers is None else here)
     if len(layers) > 1:
         message = f"probe {name!r} has rows for layers {listing(layers)}, but none for layer {here}, where the edit is"
         fail(f"{at}.probe", "conflict", f"{message}, expected a row for this layer, or for one layer alone")
-    place = canonical(f"resid_post.{layers[0]}")
+    place = f"{kind or 'resid_post'}.{layers[0]}"
     _check_width(catalog, name, place, f"{at}.probe")
     if not _instrumented(catalog, place):
         fail(f"{at}.probe", "not_served", f"{name!r} reads {place}, where this server has no op; start it with --sites")
@@ -210,20 +214,22 @@ def read_probe(catalog: Catalog, name: str, site: str | None, at: str) -> tuple[
     Args:
         catalog: what the server has.
         name: the probe.
-        site: the site that the request chooses; None: resid_post of the probe's only layer.
+        site: the site that the request chooses; None: that of the probe's only layer, as in ``probe_of``.
         at: path of the object that names it.
 
     Raises:
         SpecError: the vector is unknown, differs from the site in width, has no row for its layer, or leaves the site
             open.
     """
-    layers = _rows_of_probe(catalog, name, at)
+    layers, kind = _rows_of_probe(catalog, name, at), kind_of(catalog, name)
     if site is None:
         if layers is None or len(layers) > 1:
             rows = "one row for any site" if layers is None else f"rows for layers {listing(layers)}"
             fail(f"{at}.site", "missing_field", f"is missing: probe {name!r} has {rows}, expected the site to read")
-        site = f"resid_post.{layers[0]}"
-    here = parse(site)[1]
+        site = f"{kind or 'resid_post'}.{layers[0]}"
+    own, here = parse(canonical(site) if kind else site)
+    if kind not in (None, own):
+        fail(f"{at}.site", "conflict", f"got {site}, but the file of probe {name!r} says {kind}, expected that")
     if layers is not None and here not in layers:
         message = f"got {site}, but probe {name!r} has no row for layer {here}"
         fail(f"{at}.site", "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
@@ -240,6 +246,11 @@ def _named(catalog: Catalog, name: str, path: str, what: str = "one of") -> Vect
 
 def _rows_of_probe(catalog: Catalog, name: str, at: str) -> tuple[int, ...] | None:
     return _named(catalog, name, f"{at}.probe", "the name of a vector, one of").layers
+
+
+def kind_of(catalog: Catalog, vector: Vector) -> str | None:
+    """The kind of site that a vector's file holds it to, if any."""
+    return catalog.vectors[vector].kind if isinstance(vector, str) else None
 
 
 def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:

@@ -18,8 +18,9 @@ from saesteer.dictionaries.coder import RANKED, CoderInfo
 from saesteer.dictionaries.vectors import VectorSet
 from saesteer.errors import LoadError, printable
 from saesteer.language.address import PREFIX
-from saesteer.loaders import describe, hub
+from saesteer.loaders import UnknownFormat, describe, hub
 from saesteer.loaders.vectors import read_vectors
+from saesteer.loaders.vectors.contents import READERS
 
 _HERE = "PLACE"  # what a refusal calls the dictionary, which has no name yet
 
@@ -40,26 +41,27 @@ def report(place: str | Path) -> str:
         place = dictionaries()[str(place)]
     if "=" in str(place).partition("/")[0] and not Path(place).exists():
         raise LoadError(f"{place}: no such file; inspect takes PLACE alone, without NAME=")
-    if str(place).endswith((".npy", ".gguf")):
-        lines = _vector_facts(place, read_vectors(place))
-    else:
-        lines = _dictionary_or_vectors(place)
+    lines = _dictionary_or_vectors(place)
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in lines)
 
 
 def _dictionary_or_vectors(place: str | Path) -> list[tuple[str, str]]:
-    """A .safetensors or .pt file may be either; if it is neither, the error says why it is no dictionary."""
+    """Most files may be either; if one is neither, the error says why it is no dictionary, or else no vectors."""
     source = DictionarySource(str(place)) if Path(place).exists() else DictionarySource.from_argument(str(place))
+    file = Path(source.path.partition("#")[0])
+    if file.suffix in (".npy", ".gguf"):
+        return _vector_facts(place, read_vectors(place))
     try:
         return _dictionary(source)
-    except LoadError:
-        if not str(place).endswith((".safetensors", ".pt")):
+    except LoadError as error:
+        if file.suffix not in READERS:
             raise
         try:
             return _vector_facts(place, read_vectors(place))
-        except LoadError:
-            pass
+        except LoadError as why:
+            if isinstance(error, UnknownFormat):
+                raise LoadError(f"{why}; nor is it a dictionary of a known format") from error
         raise
 
 
@@ -70,7 +72,7 @@ def _dictionary(source: DictionarySource) -> list[tuple[str, str]]:
         try:
             return [(name, copies.said(value)) for name, value in _described(source, copies)]
         except LoadError as error:
-            raise LoadError(copies.said(str(error))) from error
+            raise type(error)(copies.said(str(error))) from error
 
 
 def _described(source: DictionarySource, copies: hub.Headers) -> list[tuple[str, str]]:
@@ -123,7 +125,11 @@ def _by_rows(info: CoderInfo) -> str:
 
 
 def _vector_facts(place: str | Path, found: VectorSet) -> list[tuple[str, str]]:
-    layers = "one, for any site" if found.layers is None else f"one for each layer of {_listed(found.layers)}"
+    layers, kind = "one, for any site", f" of {found.kind}" if found.kind else ""
+    if found.layers is not None:
+        layers = f"one for each layer of {_listed(found.layers)}{kind}"
+    if found.stack is not None:
+        layers += f", if the model has {found.stack} layers; #ROW@SITE behind the place takes one"
     lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in found.rows.values()]
     length = f"{min(lengths):.4g}" if len(lengths) == 1 else f"{min(lengths):.4g} to {max(lengths):.4g}"
     return [
@@ -133,6 +139,7 @@ def _vector_facts(place: str | Path, found: VectorSet) -> list[tuple[str, str]]:
         ("length", length),
         ("bias", f"{found.bias:g}, of a probe" if found.bias else "0"),
         ("fingerprint", found.fingerprint[:16]),
+        *found.notes,
     ]
 
 

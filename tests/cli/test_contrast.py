@@ -14,6 +14,7 @@ from safetensors import safe_open
 from saesteer.errors import ConfigError
 from saesteer.loaders.vectors import read_vectors
 from saesteer.workbench import contrast, separation
+from saesteer.workbench.reads import read_text
 from saesteer.workbench.separation import Direction, Rows, Separation, split
 from tests.cli.commands import saesteer
 
@@ -161,6 +162,12 @@ def test_a_probe_is_written_and_read_back(
     assert "resid_post.5 separates best" in said
     scope = {"positions": [[-1, None]]}
     assert world.returns == {"activations": [{"site": one, "scope": scope, "reduce": "last"} for one in SITES]}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "marked").write_text("one\ntwo\nthree\nfour\n", encoding="utf-8-sig")
+    assert contrast.read_lines("--positive", tmp_path / "marked")[0] == (1, "one")
+    assert read_text(tmp_path / "marked", 100).startswith("one")
 
 
 def test_what_is_refused(world: World, files: tuple[Path, Path], tmp_path: Path) -> None:

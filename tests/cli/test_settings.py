@@ -336,11 +336,11 @@ def test_wrong_modules(modules: dict[str, Any], told: str, place: Path) -> None:
 def test_vectors_that_the_model_has_no_place_for(place: Path) -> None:
     wide, deep = vector(place / "wide.npy", 65), vector(place / "deep.npy", 6, 64)
     states = vector(place / "states.npy", 5, 64)
-    hint = "; if these are hidden_states, drop row 0: row i [+] 1 is resid_post.i$"
+    hint = "row i [+] 1 is resid_post.i, and --vector v=hidden_states:FILE reads them so$"
     for file, told in [
         (wide, "vector 'v' is 65 wide, but this model is 64 wide"),
-        (deep, "vector 'v' has a row for layer 5, but this model has layers 0 to 3$"),
-        (states, "vector 'v' has a row for layer 4, but this model has layers 0 to 3" + hint),
+        (deep, "vector 'v' has 6 rows, but this model has layers 0 to 3; .* --vector v=FILE#3@resid_post.20$"),
+        (states, "vector 'v' has 5 rows, but this model has layers 0 to 3; .*" + hint),
         (place / "none.npy", "no such file"),
     ]:
         with pytest.raises(SaesteerError, match=told) as caught:

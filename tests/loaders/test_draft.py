@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from saesteer.errors import LoadError
 from saesteer.loaders import FORMATS, describe, load
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
+from saesteer.loaders.opening import open_arrays
 from saesteer.workbench.inspect import report
 from tests.loaders import writers
 

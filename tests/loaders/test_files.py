@@ -28,8 +28,24 @@ def test_a_line_of_yaml_that_stands_for_gigabytes_is_refused(tmp_path: Path) -> 
     circuit_tracer.write(tmp_path, circuit_tracer.ARRAYS, (3,))
     lines = ["a0: &a0 x"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (tmp_path / "config.yaml").write_text("\n".join([*lines, "model_name: *a11"]))
-    with pytest.raises(LoadError, match=r"config.yaml: not readable as YAML \(it has an alias\)"):
+    with pytest.raises(LoadError, match=r"config.yaml: not readable; expected .*without aliases"):
         describe(tmp_path / "layer_3.safetensors")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["cfg.json", "config.yaml", "params.npz", "x.pt", "x.safetensors", "v.npy", "v.gguf"])
+def test_a_pointer_of_git_lfs_is_no_file(name: str, tmp_path: Path) -> None:
+    """Whatever opens it, whether by its own name or with its folder."""
+    writers.saelens(tmp_path, writers.saelens_cfg("jumprelu"), writers.raw())
+    if name == "config.yaml":
+        circuit_tracer.write(tmp_path, circuit_tracer.ARRAYS, (3,))
+    (tmp_path / name).write_text(POINTER)
+    place = {"cfg.json": tmp_path, "config.yaml": tmp_path / "layer_3.safetensors"}.get(name, tmp_path / name)
+    for look in (report, read_vectors if name.startswith("v.") else describe):
+        with pytest.raises(LoadError, match=rf"{name}: a Git LFS pointer; expected .*git lfs pull"):
+            look(place)
 
 
 def test_fake_hub_gives_one_file_of_vectors_and_no_other(fake_hub: FakeHub) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, arrays, choose
-from saesteer.loaders.arrays import open_arrays
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import fetch
+from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.sample import PIECE_BYTES, PIECES, sample
 from tests.loaders import writers
 from tests.loaders.case import Case

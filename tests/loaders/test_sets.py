@@ -8,7 +8,7 @@ import pytest
 
 from saesteer.errors import ConfigError, LoadError
 from saesteer.loaders import arrays, load
-from saesteer.loaders.sets import layer_in
+from saesteer.loaders.aliases import layer_in
 from saesteer.workbench.inspect import report
 from tests.loaders import writers
 from tests.loaders.formats import apollo, circuit_tracer, qwen_scope

@@ -67,6 +67,7 @@ class _Set:
     bias: float = 0.0
     function: Any = "linear"
     fingerprint: str = ""
+    kind: str | None = None
 
 
 Set: Any = _Set  # stands for a VectorSet

@@ -105,6 +105,9 @@ def _build(runner: Any, assets: Assets) -> Steering:
     speculative = runner.vllm_config.speculative_config
     for said in assets.memory(model_config.dtype.itemsize):
         logger.info("saesteer loads %s", said)
+    for name, found in assets.vectors.items():
+        for warning in (note for about, note in found.notes if about == "warning"):
+            logger.warning("vector %s: %s", name, warning)
     engine = Engine(
         assets,
         width=model_config.get_hidden_size(),

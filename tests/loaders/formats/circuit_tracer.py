@@ -135,10 +135,10 @@ def wrong() -> list[Row]:
             lambda folder: Path(f"{write(folder, ARRAYS, (1, 3))}#layer_2"),
             "no file layer_2.safetensors in",
         ),
-        ("circuit_tracer-yaml", lambda folder: text(folder, "{"), "config.yaml: not readable as YAML ("),
-        ("circuit_tracer-object", lambda folder: text(folder, "!!python/object:os.x {}"), "not readable as YAML"),
+        ("circuit_tracer-yaml", lambda folder: text(folder, "{"), "config.yaml: not readable; expected keys"),
+        ("circuit_tracer-object", lambda folder: text(folder, "!!python/object:os.x {}"), "config.yaml: not readable"),
         ("circuit_tracer-yaml-list", lambda folder: text(folder, "- 1"), "config.yaml: holds a YAML list; expected"),
-        ("circuit_tracer-long", lambda folder: text(folder, "#" * (2 << 20)), "not readable as YAML (2097152 bytes)"),
+        ("circuit_tracer-long", lambda folder: text(folder, "#" * (2 << 20)), "2097152 bytes of YAML"),
     ]
 
 

@@ -108,7 +108,7 @@ def cases() -> list[Case]:
         cfg["metadata"] |= {"seqpos_slice": [5, None], "exclude_special_tokens": said}
         facts = {"skip_first": 5, "exclude_special_tokens": True}
         add(f"v6-trained-on-{name}", cfg, plain, kind="relu", facts=facts)
-    anywhere = {"seqpos_slice": [None], "exclude_special_tokens": False}
+    anywhere: dict[str, Any] = {"seqpos_slice": [None], "exclude_special_tokens": False}
     facts = {"skip_first": 1, "exclude_special_tokens": False}
     add("old-trained-anywhere", old(**anywhere), plain, kind="relu", facts=facts)
     add("old-trained-until", old(seqpos_slice=[9]), plain, kind="relu", facts={"skip_first": 1})
