@@ -87,7 +87,6 @@ def test_what_may_be_missing(name: str, tmp_path: Path) -> None:
 def test_pickled_objects(name: str, tmp_path: Path) -> None:
     sample = SAMPLES[name]
     file = tmp_path / sample.file
-    kept = "expected tensors: pickled objects are never loaded"
     if file.suffix == ".safetensors":  # which cannot hold them, so the file is a pickle as a whole
         place = sample.write(tmp_path, dict(sample.arrays))
         file.write_bytes(pickle.dumps({"W_enc": Path()}))
