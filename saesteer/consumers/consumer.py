@@ -55,7 +55,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What one read of a request has for some positions, each of which comes once, in ascending order.
+    """What one read of a request has for some positions, ascending here; each of them comes once.
 
     ``arrays`` has ``data`` for activations and hidden states, ``scores`` for probes; for features ``indices`` (-1 where
     fewer are active), ``strengths`` and ``named``. A reduction comes as one piece at the end: its positions are the

@@ -1,12 +1,15 @@
 """What a request has read, as its answer has it: the same on a server and on Transformers. Knows bytes, and no tensor.
 
-Rows are kept by absolute position, so what is computed twice, behind a preemption, counts once. A position is told when
-its token is known to be an input: those behind the last sampled token are not.
+Rows are kept by absolute position, so what is computed twice, behind a preemption, counts once. A position is taken
+when its token is known to be an input: those behind the last sampled token are not. It is taken once, for the answer
+and for consumers. Behind a second preemption, one may be computed that the cache had behind the first: consumers get it
+after later ones, and a stream that has said that it is left out does not.
 
 What is read comes as blobs: the number of the readout in its request, spans of positions, then bytes of arrays.
 """
 
 from base64 import b64encode
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +28,7 @@ WORDS = {"features": "features", "probe": "probes", "activation": "activations",
 
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a number
 _MANY = 64  # numbers that are rounded together
+Taken = tuple[list[int], list[tuple[bytes, ...]]]  # positions, ascending, and the row of each, by array
 _BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
 _TENS = 10.0 ** np.arange(13)
 
@@ -85,22 +89,30 @@ def _about(one: Readout, catalog: Catalog) -> dict[str, Any]:
 
 
 class Rows:
-    """What one choice has read, by readout and position.
+    """What one choice has read, by readout and position: for its answer, and for consumers (consumers/feed.py).
 
     Args:
         readouts: of the plan, of which the answer has those that the request asks for.
         fields: of the answer, into which it is told.
         spools: for each readout that the answer names by handles, in order, the file for its rows.
+        fed: whether consumers get rows.
     """
 
-    def __init__(self, readouts: Sequence[Reported], fields: dict[str, Any], spools: Iterable[Spool] = ()) -> None:
-        self._fields = fields
-        self._readouts = [(_Spooled if spooled(one) else _KINDS[one.readout.kind])(one) for one in readouts]
+    def __init__(
+        self,
+        readouts: Sequence[Reported],
+        fields: dict[str, Any],
+        spools: Iterable[Spool] = (),
+        *,
+        fed: bool = False,
+    ) -> None:
+        self.reported, self._fields = readouts, fields
+        self._readouts = [(_Spooled if spooled(one) else _KINDS[one.readout.kind])(one, fed=fed) for one in readouts]
         self._told = [one for one in self._readouts if one.readout.shown]
         files = iter(spools)
         for one in self._told:
             if not one.readout.inline:
-                one.spool = next(files)
+                one.spool = next(files, None)
         for one in self._told:
             fields.setdefault(one.word, [])
 
@@ -112,9 +124,23 @@ class Rows:
             if one.readout.last and number not in fresh:
                 fresh.add(number)
                 one.last.clear()  # the answer has gone on
-            if one.readout.shown:
+            if one.readout.shown or one.fed:
                 one.lowest = min(one.lowest, min(spans)[0])  # of rows in files, spans come as they were computed
                 one.add(spans, data)
+
+    def advance(self, end: int, border: int = END) -> list[tuple[int, Taken]]:
+        """Takes the rows of the positions below ``end``, whose tokens are inputs: each position once, for all readers.
+
+        Returns:
+            The numbers of readouts that have some, with these rows; none of readouts that are reduced.
+        """
+        found = ((number, one.advance(end, border)) for number, one in enumerate(self._readouts))
+        return [(number, taken) for number, taken in found if taken is not None]
+
+    def reduced(self, number: int, end: int) -> dict[str, Any] | None:
+        """What a reduction, or the last row, comes to: the tensor of its entry; None: the readout is neither."""
+        one = self._readouts[number]
+        return one.whole(end) if one.readout.last or one.readout.reduce != "none" else None
 
     def tell(self, prompt: int, generated: int, *, final: bool, border: int = END, cached: int = 0) -> None:
         """Adds an entry to the answer's fields for each readout that has something new; at the end, for each.
@@ -130,10 +156,12 @@ class Rows:
         Raises:
             OSError: a tensor could not be kept.
         """
+        end = prompt + max(0, generated - 1)
+        self.advance(end, border)
         for one in self._told:
             if not generated:
                 one.last.clear()  # nothing was sampled from it
-            entries = one.told(prompt + max(0, generated - 1), border, final=final)
+            entries = one.told(end, border, final=final)
             if entries and not one.begun:
                 one.begun = True
                 if left_out := one.left_out(cached):
@@ -146,12 +174,15 @@ class _Kind:
 
     spool: Spool | None = None  # the file of its rows; None: the answer has them
 
-    def __init__(self, reported: Reported) -> None:
+    def __init__(self, reported: Reported, *, fed: bool) -> None:
         self.readout, about, self.dtype, self.function, beside = reported
+        self.fed = fed
         self.abouts = about, *beside
         self.word = WORDS[self.readout.kind]
-        self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that nobody was told yet
-        self._told = 0  # positions below this one were told
+        self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that were not taken
+        self._taken = bytearray()  # 1 for each position that was
+        self._ready: list[Taken] = []  # taken, and not in the answer
+        self._told = 0  # the answer has its entries of positions below this one, or has said that they are left out
         self.last: dict[int, bytes] = {}  # rows that may have sampled the answer's last token, by position
         self._reduction = Pieces(self.readout)
         self.begun = False  # whether the answer has an entry of it
@@ -167,36 +198,54 @@ class _Kind:
             self._reduction.add(Piece(spans[0][0], spans[-1][1], tokens, numbers))
             return
         if len(spans) == 1 and spans[0][1] - spans[0][0] == 1:  # a request that decodes
-            if spans[0][0] >= self._told:
-                self._rows[spans[0][0]] = tuple(data)
+            self._keep(spans[0][0], tuple(data))
             return
         positions = [at for lo, hi in spans for at in range(lo, hi)]
         sizes = [len(one) // len(positions) for one in data]
         for row, at in enumerate(positions):
-            if at >= self._told:
-                self._rows[at] = tuple(
-                    one[size * row : size * (row + 1)] for one, size in zip(data, sizes, strict=True)
-                )
+            self._keep(at, tuple(one[size * row : size * (row + 1)] for one, size in zip(data, sizes, strict=True)))
 
-    def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
-        """What is new of the positions below ``end``."""
-        positions, rows = self.taken(end, border)
-        if self.readout.last or self.readout.reduce != "none":
-            for at, (row,) in zip(positions, rows, strict=True):  # of a part: others were reduced as they came
-                self._reduction.add(Piece(at, at + 1, 1, numbers_of(self.dtype, row)))
-            return self.sent(self.whole(end)) if final else []
-        if not positions and (self.begun or not final):
-            return []
-        return self.sent(self.rows(positions, rows))
+    def _keep(self, at: int, row: tuple[bytes, ...]) -> None:
+        new = at >= len(self._taken) or not self._taken[at]
+        if new and (self.readout.reduce == "none" or at >= len(self._taken)):  # pieces of a reduction are in order
+            self._rows[at] = row
 
-    def taken(self, end: int, border: int) -> tuple[list[int], list[tuple[bytes, ...]]]:
-        """The positions below ``end`` that nobody was told yet, and their rows, which are kept no longer."""
+    def advance(self, end: int, border: int) -> Taken | None:
+        """Takes rows as ``Rows.advance``."""
         part = self.readout.part
         for at in [at for at in self._rows if at < end and not inside(part, at, border)] if part else ():
             del self._rows[at]
         positions = sorted(at for at in self._rows if at < end)
+        if not positions:
+            return None
+        rows = [self._rows.pop(at) for at in positions]
+        self._taken.extend(bytes(max(0, positions[-1] + 1 - len(self._taken))))
+        for at in positions:
+            self._taken[at] = 1
+        if self.readout.reduce != "none":  # of a part: others were reduced as they came
+            for at, (row,) in zip(positions, rows, strict=True):
+                self._reduction.add(Piece(at, at + 1, 1, numbers_of(self.dtype, row)))
+            return None
+        self._hold((positions, rows))
+        return positions, rows
+
+    def _hold(self, taken: Taken) -> None:
+        """Holds rows for the answer."""
+        if self.readout.shown:
+            self._ready.append(taken)
+
+    def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
+        """What is new for the answer."""
+        if self.readout.last or self.readout.reduce != "none":
+            return self.sent(self.whole(end)) if final else []
+        ready, self._ready = self._ready, []
+        if not ready and (self.begun or not final):
+            return []
+        positions, rows = ready[0] if len(ready) == 1 else _merged(ready)
+        if first := bisect_left(positions, self._told):
+            positions, rows = positions[first:], rows[first:]
         self._told = max([self._told, *(at + 1 for at in positions[-1:])])
-        return positions, [self._rows.pop(at) for at in positions]
+        return self.sent(self.rows(positions, rows))
 
     def left_out(self, cached: int) -> list[list[int]]:
         """The spans that were not read, as the prefix cache had so many tokens when the request began.
@@ -242,6 +291,12 @@ class _Kind:
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """The rows as the answer has them: a tensor."""
         return _tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
+
+
+def _merged(taken: Sequence[Taken]) -> Taken:
+    rows = {at: row for positions, own in taken for at, row in zip(positions, own, strict=True)}
+    positions = sorted(rows)
+    return positions, [rows[at] for at in positions]
 
 
 def apart(data: bytes, rows: int, count: int) -> list[bytes]:
@@ -300,8 +355,8 @@ class _Probe(_Kind):
 class _Spooled(_Kind):
     """Rows that lie in a file, written here if nobody has done so: only their positions are kept."""
 
-    def __init__(self, reported: Reported) -> None:
-        super().__init__(reported)
+    def __init__(self, reported: Reported, *, fed: bool) -> None:
+        super().__init__(reported, fed=fed)
         self._places: dict[int, int] = {}  # the row of each position
 
     def add(self, spans: list[tuple[int, int]], data: Sequence[bytes]) -> None:
@@ -311,6 +366,11 @@ class _Spooled(_Kind):
             self._places.update((at, first + at - lo) for at in range(lo, hi))
         if data and self.spool is not None:
             self.spool.write(runs, data[0])
+        if data and self.fed:
+            super().add(spans, data)
+
+    def _hold(self, taken: Taken) -> None:
+        """They lie in the file."""
 
     def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
         """At the end an entry for each site."""

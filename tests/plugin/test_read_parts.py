@@ -140,7 +140,8 @@ def test_consumers_get_the_rows_of_a_part_alone(computed: Any, part: Any, ends: 
     """In order, each once, as soon as its side of the border is known; or what the rows of the part come to."""
     runner, (found, generated) = Direct(), computed
     one = readout("activation", [(0, END)], part=part, reduce=how)
-    feed = Feed([one], [(runner, ticket())])
+    rows = Rows([one], {}, fed=True)
+    feed = Feed(rows, [(runner, ticket())])
     known, sent = PROMPT, 0
 
     def row(at: int) -> list[float]:
@@ -149,7 +150,7 @@ def test_consumers_get_the_rows_of_a_part_alone(computed: Any, part: Any, ends: 
     for lo, hi in found:
         if hi > PROMPT:
             first = max(lo, PROMPT)
-            feed.add([[0, [(first, hi)], np.array([row(at) for at in range(first, hi)], "<f4").tobytes()]])
+            rows.add([[0, [(first, hi)], np.array([row(at) for at in range(first, hi)], "<f4").tobytes()]])
             sent = max(sent, hi)
         if hi == known and known - PROMPT < generated:
             known += 1

@@ -172,7 +172,7 @@ class Door:
         reads_part = any(one.readout.part for one in own)
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
-            wanted = Wanted.of(self.consumers, meaning.readouts, spec.returns.consumers)
+            wanted = Wanted.of(self.consumers, spec.returns.consumers)
         rooms = self._bound(own, meaning.measures, catalog, end, params) if own or meaning.measures else []
         params.saesteer_report = Report(
             meaning.applied,

@@ -21,7 +21,7 @@ from saesteer.errors import SpecError
 from saesteer.language.fields import step
 from saesteer.language.returns import Consumer
 from saesteer.language.spec import Spec
-from saesteer.planning.answers import Reported
+from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END
 from saesteer.plugin.wrap import Original, around
 
@@ -37,24 +37,24 @@ class Wanted:
     """What consumers get of a request, for each of its answers."""
 
     consumers: Consumers
-    readouts: Sequence[Reported]
     named: Sequence[tuple[str, Any]]  # by the request, with what each has made of its parameters
 
     @classmethod
-    def of(cls, consumers: Consumers, readouts: Sequence[Reported], named: Sequence[Consumer]) -> "Wanted":
+    def of(cls, consumers: Consumers, named: Sequence[Consumer]) -> "Wanted":
         """Asked of consumers before vLLM knows the request: one may refuse now what it took when it was planned.
 
         Raises:
             SpecError: a consumer refuses its parameters.
         """
         own = ((one.name, consumers.named[one.name].check(one.parameters, step(_AT, one.name))) for one in named)
-        return cls(consumers, readouts, [*own])
+        return cls(consumers, [*own])
 
-    def feed(self, state: Any) -> Feed:
+    def feed(self, state: Any, rows: Rows) -> Feed:
         """The feed of one answer.
 
         Args:
             state: vLLM's RequestState.
+            rows: what the answer reads.
         """
         place = request_of(state), int(state.request_index or 0)
         own: list[Taker] = []
@@ -63,7 +63,7 @@ class Wanted:
         capturing = [
             (runner, ticket(*place, None, state.prompt_len, captured=True)) for runner in self.consumers.capturing
         ]
-        return Feed(self.readouts, own, capturing)
+        return Feed(rows, own, capturing)
 
 
 def request_of(state: Any) -> str:

@@ -58,7 +58,8 @@ class Report:
         shown = [one for one in self.readouts if one.readout.shown]
         kept = sum(not one.readout.inline for one in shown)
         rooms, self.rooms[:kept] = self.rooms[:kept], []
-        read = Rows(self.readouts, fields, rooms) if shown else None
+        fed = self.wanted is not None
+        read = Rows(self.readouts, fields, rooms, fed=fed) if shown or fed else None
         parts = self.border and self.border()
         return replace(self, fields=fields, read=read, rooms=rooms, parts=parts, fired=[])
 
@@ -66,8 +67,6 @@ class Report:
         """Adds what has been read."""
         if self.read is not None:
             self.read.add(blobs)
-        if self.feed is not None:
-            self.feed.add(blobs)
 
     def keep(self, counted: bytes | Sequence[bytes], tokens: int) -> None:
         """Keeps the counters of an output, or those at each of its tokens; the answer had so many before it."""
@@ -118,7 +117,7 @@ def _expecting(
         state = self.request_states[request.request_id]
         state.saesteer = report.of_choice()
         if report.wanted is not None:
-            state.saesteer.feed = report.wanted.feed(state)
+            state.saesteer.feed = report.wanted.feed(state, state.saesteer.read)
     return made
 
 
@@ -187,6 +186,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
                 made.saesteer_forget = answer.forget
         border = found_in(answer.parts, self)
         generated, final = self.detokenizer.num_output_tokens(), _is_whole(finish_reason)
+        if answer.feed is not None:
+            consuming.give(self, answer.feed, border)
         if answer.read is not None:
             try:
                 answer.read.tell(self.prompt_len, generated, final=final, border=border, cached=self.num_cached_tokens)
