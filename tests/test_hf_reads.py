@@ -42,6 +42,25 @@ def test_activations_before_and_after_the_edits(model: hf.Model) -> None:
     torch.testing.assert_close(tensor(mid), model.streams(IDS, steer=[ADD])["resid_mid.2"])
 
 
+def test_several_sites_are_one_tensor(model: hf.Model) -> None:
+    """A list in its order, and a kind at all layers that are kept, reduced or not."""
+    alone = [{"site": "resid_mid.2"}, {"site": SITE}, {"site": SITE, "at": "after", "reduce": "mean"}]
+    mid, before, mean = model.read(IDS, steer={"edits": [ADD], "return": {"activations": alone}})["activations"]
+    sites = [SITE, "resid_mid.2"]
+    wanted = [{"site": sites}, {"site": "resid_post", "at": "after", "reduce": "mean"}]
+    several, kind = model.read(IDS, steer={"edits": [ADD], "return": {"activations": wanted}})["activations"]
+    assert (several["site"], several["layers"], several["shape"]) == (sites, [1, 2], [len(IDS), 2, V.numel()])
+    assert torch.equal(tensor(several), torch.stack([tensor(before), tensor(mid)], 1))
+    assert (kind["site"], kind["layers"]) == ([SITE], [1])
+    assert torch.equal(tensor(kind), tensor(mean)[:, None])
+    [one] = model.read(IDS, steer={"return": {"activations": [{"site": [SITE]}]}})["activations"]
+    assert (one["site"], one["shape"]) == (SITE, [len(IDS), V.numel()]), "a list of one is that site"
+    for site, told in (("attn_out", "keeps no tensor"), ([SITE, "resid_mid.0"], "reads resid_mid.0")):
+        with pytest.raises(SpecError, match=told) as caught:
+            model.read(IDS, steer={"return": {"activations": [{"site": site}]}})
+        assert (caught.value.field, caught.value.code) == ("saesteer.return.activations[0].site", "not_served")
+
+
 @pytest.mark.parametrize("reduce", ["mean", "max", "last"])
 def test_reductions(model: hf.Model, reduce: str) -> None:
     wanted = [{"site": SITE, "reduce": reduce, "scope": {"prompt": True, "skip_first": 2}}]

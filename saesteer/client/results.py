@@ -1,6 +1,7 @@
 """Tensors out of answers and fetched results, and the rows of a chat message. Knows no connection and no torch."""
 
 import json
+import math
 from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # dtypes, as 
 
 
 def numbers(entry: Mapping[str, Any]) -> "NDArray[np.float32]":
-    """The numbers of an entry of ``activations`` or ``hidden``, float32 [rows, width].
+    """The numbers of an entry of ``activations`` or ``hidden``, float32 [rows, width], or [rows, sites, width].
 
     Those of a bfloat16 or float16 tensor are widened, which is exact. The handle of an entry fetches them itself if it
     comes from ``saesteer.LLM``; one from a server is fetched by a client's ``fetch``.
@@ -64,10 +65,9 @@ def _widened(data: bytes, dtype: str, shape: Sequence[int]) -> "NDArray[np.float
         found = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         found = np.frombuffer(data, {"float16": "<f2", "float32": "<f4"}[dtype]).astype(np.float32)
-    rows, width = shape
-    if found.size != rows * width:
-        raise ServerError(f"the server sent {found.size} numbers as a tensor of {rows} x {width}", status=200)
-    return found.reshape(rows, width)
+    if found.size != math.prod(shape):
+        raise ServerError(f"the server sent {found.size} numbers as a tensor of {list(shape)}", status=200)
+    return found.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,9 @@ class Capture:
             if "reduce" not in entry:
                 found = (fetched or {}).get(entry.get("handle", ""))
                 rows = numbers(entry) if found is None else found
-                read.setdefault((entry["site"], entry["at"]), []).append((entry["positions"], rows))
+                whole = rows.reshape(len(rows), -1, rows.shape[-1])
+                for place, name in enumerate([entry["site"]] if isinstance(entry["site"], str) else entry["site"]):
+                    read.setdefault((name, entry["at"]), []).append((entry["positions"], whole[:, place]))
         return cls(tuple(report.get("messages") or ()), read)
 
     def at(self, site: str, at: str = "before") -> "tuple[NDArray[np.int64], NDArray[np.float32]]":

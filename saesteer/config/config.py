@@ -34,7 +34,7 @@ LIMITS = {
     "pool_rows": (0, 64, 65536),
     "inline_rows": (0, 1, 64),
     "fail_fast_after": (4, 16, 4096),
-    "max_results_mib": (1, 1024, 1 << 20),
+    "max_results_mib": (1, 8192, 1 << 20),
     "result_seconds": (1, 3600, 7 * 86400),
 }
 _USUAL = {name: usual for name, (_, usual, _) in LIMITS.items()}
@@ -173,7 +173,11 @@ OPTIONS: dict[str, Option] = {
         "Sites whose tensors requests may read, in addition to those where dictionaries and vectors of one layer read. "
         "Repeatable.",
     ),
-    "max_read_mib": _limit("max_read_mib", "MiB that one request may read out", ("LLM",)),
+    "max_read_mib": _limit(
+        "max_read_mib",
+        "MiB that one request may read into its answer, and a quarter of what it may read by handle",
+        ("LLM",),
+    ),
     "max_edits": _limit("max_edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
         "--vector",

@@ -133,10 +133,10 @@ def _pieces(
         data: the bytes of each array.
         content: of a tensor that they were reduced to.
     """
-    readout, about, dtype, function, beside = reported
-    abouts, rows = (about, *beside), content["shape"][0] if content else len(positions)
+    readout, dtype, abouts = reported.readout, reported.dtype, (reported.about, *reported.beside)
+    rows = content["shape"][0] if content else len(positions)
     if readout.kind == "probe":
-        data = [score(np.frombuffer(one, np.float32), function).tobytes() for one in data]
+        data = [score(np.frombuffer(one, np.float32), reported.function).tobytes() for one in data]
     columns = zip(*(apart(one, rows, len(abouts)) for one in data), strict=True)
     for name, own in zip(abouts, columns, strict=True):
         arrays = {}

@@ -225,7 +225,7 @@ def site(value: Any, at: str) -> str:
 
 
 def sites(value: Any, at: str) -> tuple[str, ...]:
-    """One site, a list of sites, or a kind alone, which stands for every layer that the vector has."""
+    """One site, a list of sites, or a kind alone, which stands for every layer that there is."""
     if isinstance(value, str):
         return (value,) if value in KINDS else (site(value, at),)
     if isinstance(value, tuple) and len(value) == 1 and value[0] in KINDS:

@@ -26,10 +26,11 @@ from saesteer.language.fields import (
     record,
     show,
     site,
+    sites,
     step,
     text,
 )
-from saesteer.language.sites import canonical
+from saesteer.language.sites import KINDS, canonical
 
 MAX_READS = 256  # of each kind in `return`
 MAX_TOP_K = 1024
@@ -106,7 +107,7 @@ def _positions(value: Any, at: str) -> str | tuple[Interval, ...]:
 
 @dataclass(frozen=True)
 class ActivationRead(TokenRead):
-    """Returns the tensor at a site.
+    """Returns the tensor at a site, or those at several as one, [rows, sites, width].
 
     ``positions`` is an older word for ``scope``; the record turns it into a scope when it is made.
     """
@@ -114,7 +115,7 @@ class ActivationRead(TokenRead):
     label: ClassVar[str] = "activations"
     example: ClassVar[str] = '{"site": "resid_post.20"}'
 
-    site: str = field(metadata=by(site))
+    site: tuple[str, ...] = field(metadata=by(sites, single=True))  # or a kind alone: every layer that is kept
     scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(optional(record(Scope), EVERYTHING)))
     reduce: Reduce = may(one_of(*get_args(Reduce)), "none")
     transport: Literal["inline", "handle"] = field(
@@ -213,8 +214,8 @@ def _check_json(value: Any, at: str, depth: int) -> None:
         fail(at, "wrong_type", f"holds {show(value)}, expected the values of JSON")
 
 
-def _place(one: ProbeRead | ActivationRead) -> str | None:
-    return None if one.site is None else canonical(one.site)
+def _place(one: ActivationRead) -> tuple[str, ...]:
+    return tuple(name if name in KINDS else canonical(name) for name in one.site)
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,8 @@ class Return(Record):
         ),
     )
     probes: tuple[ProbeRead, ...] = field(
-        default=(), metadata=by(list_of(_probe, MAX_READS, key=lambda one: (one.probe, _place(one), one.at)))
+        default=(),
+        metadata=by(list_of(_probe, MAX_READS, key=lambda one: (one.probe, one.site and canonical(one.site), one.at))),
     )
     activations: tuple[ActivationRead, ...] = field(
         default=(), metadata=by(list_of(record(ActivationRead), MAX_READS, key=lambda one: (_place(one), one.at)))

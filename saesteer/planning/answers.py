@@ -8,6 +8,7 @@ after later ones, and a stream that has said that it is left out does not.
 What is read comes as blobs: the number of the readout in its request, spans of positions, then bytes of arrays.
 """
 
+import math
 from base64 import b64encode
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,6 +58,12 @@ class Reported(NamedTuple):
     dtype: str  # of tensors: bfloat16, float16 or float32
     function: Function = "linear"  # of a probe
     beside: tuple[Mapping[str, Any], ...] = ()  # ``about`` of those whose rows travel with this one's, behind them
+    whole: Mapping[str, Any] | None = None  # in place of both, where the answer has one tensor of them all
+
+    @property
+    def entries(self) -> tuple[Mapping[str, Any], ...]:
+        """How the entries of the answer begin."""
+        return (self.about, *self.beside) if self.whole is None else (self.whole,)
 
 
 def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Reported, ...]:
@@ -69,8 +76,13 @@ def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Re
     """
     made = []
     for one, *others in together(found, catalog):
-        beside = tuple(_about(other, catalog) for other in others)
-        made.append(Reported(one, _about(one, catalog), dtype, function_of(one, catalog), beside))
+        about, *beside = (_about(own, catalog) for own in (one, *others))
+        whole = None
+        if one.whole:
+            every = (about, *beside)
+            layers = [layer for own in every for layer in own["layers"]]
+            whole = {**about, "site": [own["site"] for own in every], "layers": layers}
+        made.append(Reported(one, about, dtype, function_of(one, catalog), tuple(beside), whole))
     return tuple(made)
 
 
@@ -175,9 +187,10 @@ class _Kind:
     spool: Spool | None = None  # the file of its rows; None: the answer has them
 
     def __init__(self, reported: Reported, *, fed: bool) -> None:
-        self.readout, about, self.dtype, self.function, beside = reported
+        self.readout, self.dtype, self.function = reported.readout, reported.dtype, reported.function
         self.fed = fed
-        self.abouts = about, *beside
+        self.abouts = reported.entries
+        self._inside = [1 + len(reported.beside)] if reported.whole is not None else []  # axes of a row, but its last
         self.word = WORDS[self.readout.kind]
         self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that were not taken
         self._taken = bytearray()  # 1 for each position that was
@@ -239,11 +252,11 @@ class _Kind:
         if self.readout.last or self.readout.reduce != "none":
             return self.sent(self.whole(end)) if final else []
         ready, self._ready = self._ready, []
-        if not ready and (self.begun or not final):
-            return []
         positions, rows = ready[0] if len(ready) == 1 else _merged(ready)
-        if first := bisect_left(positions, self._told):
-            positions, rows = positions[first:], rows[first:]
+        first = bisect_left(positions, self._told)
+        positions, rows = positions[first:], rows[first:]
+        if not positions and (self.begun or not final):
+            return []
         self._told = max([self._told, *(at + 1 for at in positions[-1:])])
         return self.sent(self.rows(positions, rows))
 
@@ -261,12 +274,16 @@ class _Kind:
         if data is None:
             return [{**self.abouts[0], **content}]
         rows, width = content["shape"]
-        content["shape"] = [rows, width // len(self.abouts)]
+        content["shape"] = self.shape(rows, width // len(self.abouts))
         if self.spool is not None:
             self.spool.write([(0, rows)], data)
             return self.kept(content, range(rows))
         each = zip(self.abouts, apart(data, rows, len(self.abouts)), strict=True)
         return [{**about, **content, "data": b64encode(own).decode()} for about, own in each]
+
+    def shape(self, rows: int, width: int) -> list[int]:
+        """The shape of an entry's tensor with rows of so many numbers."""
+        return [rows, *self._inside, width // math.prod(self._inside)]
 
     def kept(self, content: dict[str, Any], places: Sequence[int]) -> list[dict[str, Any]]:
         """The entries of results that lie in its file, in these rows."""
@@ -379,7 +396,7 @@ class _Spooled(_Kind):
         first, last = of_part(self.readout.part, border)
         positions = sorted(at for at in self._places if first <= at < min(end, last))
         width = self.spool.width // _SIZES[self.dtype] if positions and self.spool is not None else 0
-        content = {"positions": positions, "dtype": self.dtype, "shape": [len(positions), width]}
+        content = {"positions": positions, "dtype": self.dtype, "shape": self.shape(len(positions), width)}
         return self.kept(content, [self._places[at] for at in positions])
 
 

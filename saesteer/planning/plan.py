@@ -276,6 +276,7 @@ class Readout:
     probe: Direction | None = None  # as it was given, not at unit length; its bias is in the catalog
     reduce: str = "none"  # or a name of REDUCTIONS
     starts: tuple[int, ...] = ()  # where chat messages begin, if each of them is reduced to a row
+    whole: bool = False  # it is one of the sites of a read of several, whose rows are one tensor
     inline: bool = True
     recompute: bool = True  # prompt tokens in the prefix cache are computed again; otherwise they are left out
     captured: bool = False  # the operator captures its rows as well

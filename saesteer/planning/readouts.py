@@ -40,15 +40,15 @@ def readouts(
             no token, two reads are one, or this version does not serve the read.
     """
     at = "saesteer.return"
-    makers: dict[str, Callable[[Any, Catalog, str], Readout]] = {
+    makers: dict[str, Callable[[Any, Catalog, str], Iterator[Readout]]] = {
         "features": _features,
         "probes": _probe,
-        "activations": partial(_activation, starts),
+        "activations": partial(_activations, starts),
     }
     found = []
     for name, made in makers.items():
         for i, one in enumerate(getattr(returns, name)):
-            found.append(_placed(made(one, catalog, f"{at}.{name}[{i}]"), one, catalog, prompt_len))
+            found += [_placed(own, one, catalog, prompt_len) for own in made(one, catalog, f"{at}.{name}[{i}]")]
     if returns.hidden:
         whole = Readout("hidden", f"{at}.hidden", None, None, True, (), last=returns.hidden is True)
         found.append(whole if whole.last else _placed(whole, returns.hidden, catalog, prompt_len))
@@ -61,7 +61,7 @@ def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Reado
     """The read-outs whose rows travel as one: neighbours in ``return`` that differ in nothing but their site, or probe.
 
     A request that reads all layers has one row for each position then, not one for each layer, and the products of all
-    its probes are made together.
+    its probes are made together. The sites of one read stay together, and alone.
 
     Args:
         found: the read-outs of a request.
@@ -71,7 +71,7 @@ def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Reado
     def alike(one: Readout) -> object:
         if one.site is None or one.kind not in ("activation", "probe"):
             return one
-        where = catalog.width_at(one.site), catalog.stage_of(one.site)
+        where = catalog.width_at(one.site), catalog.stage_of(one.site), one.whole and one.field
         if one.kind == "probe":
             same = replace(one, field="", site=None, op=None, probe=None)
             return where, function_of(one, catalog), same
@@ -117,10 +117,11 @@ def captures(sites_: Sequence[str], plan: Plan, catalog: Catalog) -> tuple[Reado
         for one in sites_
         if not (one in parts and one in edited)
     ]
-    rows = {replace(one, field=CAPTURE, inline=True, recompute=False, captured=True): one for one in own}
+    shared = (one for one in own if not one.whole)
+    rows = {replace(one, field=CAPTURE, inline=True, recompute=False, captured=True): one for one in shared}
     serving = {rows[one] for one in added if one in rows}
-    shared = (replace(one, captured=True) if one in serving else one for one in own)
-    return (*shared, *(one for one in added if one not in rows))
+    both = (replace(one, captured=True) if one in serving else one for one in own)
+    return (*both, *(one for one in added if one not in rows))
 
 
 def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
@@ -152,7 +153,14 @@ def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
             fail(one.field, "not_served", f"{message}; start it with --sites {part} to have one there")
         return replace(one, summed=True)
 
-    return replace(plan, readouts=tuple(map(placed, plan.readouts)), measures=tuple(map(placed, plan.measures)))
+    readouts = tuple(map(placed, plan.readouts))
+    for one in readouts:
+        if one.whole and any(one.field == other.field and one.summed != other.summed for other in readouts):
+            message = (
+                f"reads {one.site} after edits that come before it, and other sites before all edits, as one tensor"
+            )
+            fail(one.field, "not_served", f"{message}; expected a read for each of them")
+    return replace(plan, readouts=readouts, measures=tuple(map(placed, plan.measures)))
 
 
 def _edited(plan: Plan, catalog: Catalog) -> tuple[set[str], dict[str, str]]:
@@ -190,19 +198,20 @@ def in_answers(one: Readout) -> int:
     return _IN_ANSWERS.get(one.kind, 1)
 
 
-def refuse_above(limit: int, size: int, at: str = "saesteer.return") -> None:
+def refuse_above(limit: int, size: int, at: str = "saesteer.return", how: str = "inline") -> None:
     """Refuse a request that may read or watch more bytes than the server takes.
 
     Args:
         limit: bytes for one request.
         size: what the request declares.
         at: path of what declares them.
+        how: they come.
 
     Raises:
         SpecError: it declares more.
     """
     if size > limit:
-        message = f"may read {size} bytes, expected at most {limit}: read or watch fewer tokens, or reduce them"
+        message = f"may read {size} bytes {how}, expected at most {limit}: read or watch fewer tokens, or reduce them"
         fail(at, "too_large", f"{message}; the server takes more when started with --max-read-mib")
 
 
@@ -251,7 +260,7 @@ def _placed(found: Readout, one: Any, catalog: Catalog, prompt_len: int) -> Read
     return replace(found, windows=spans, recompute=one.cached == "recompute", part=one.scope.part)
 
 
-def _features(one: FeatureRead, catalog: Catalog, at: str) -> Readout:
+def _features(one: FeatureRead, catalog: Catalog, at: str) -> Iterator[Readout]:
     whole = one.strongest > 0
     key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, "dictionary", whole=whole)
     info = catalog.dictionaries[key]
@@ -264,26 +273,46 @@ def _features(one: FeatureRead, catalog: Catalog, at: str) -> Readout:
         expected = f"at most {info.features}, the features of dictionary {key!r}"
         fail(f"{at}.top_k", "out_of_range", f"got {one.top_k}, expected {expected}")
     after, most = _is_after(one.at, site, at), min(one.strongest, info.features)
-    return Readout("features", at, site, op, after, (), dictionary=key, top_k=most, features=one.features)
+    yield Readout("features", at, site, op, after, (), dictionary=key, top_k=most, features=one.features)
 
 
-def _probe(one: ProbeRead, catalog: Catalog, at: str) -> Readout:
+def _probe(one: ProbeRead, catalog: Catalog, at: str) -> Iterator[Readout]:
     site, op, probe = _probe_at(one.probe, one.site, catalog, at)
-    return Readout("probe", at, site, op, _is_after(one.at, site, at), (), probe=probe)
+    yield Readout("probe", at, site, op, _is_after(one.at, site, at), (), probe=probe)
 
 
-def _activation(starts: Sequence[int] | None, one: ActivationRead, catalog: Catalog, at: str) -> Readout:
+def _activations(starts: Sequence[int] | None, one: ActivationRead, catalog: Catalog, at: str) -> Iterator[Readout]:
     by_message = is_by_message(one.reduce)
     if by_message and starts is None:
         message = "got message, but only chat requests with nothing but text have messages"
         fail(f"{at}.reduce", "not_served", f"{message}; expected mean")
-    site = canonical(one.site)
-    _refuse_pregain(site, f"{at}.site")
-    op = sites.reading_site(site)
-    _check_kept(catalog, op, one.site, f"{at}.site")
+    names, whole = _kept_sites(one, catalog, f"{at}.site"), len(one.site) > 1 or one.site[0] in sites.KINDS
     rows = tuple(starts or ()) if by_message else ()
-    after, inline = _is_after(one.at, site, at), one.transport == "inline"
-    return Readout("activation", at, site, op, after, (), reduce=one.reduce, starts=rows, inline=inline)
+    places = set()
+    for name in names:
+        site = canonical(name)
+        _refuse_pregain(site, f"{at}.site")
+        op = sites.reading_site(site)
+        _check_kept(catalog, op, name, f"{at}.site")
+        places.add((catalog.width_at(site), catalog.stage_of(site)))
+        if len(places) > 1:
+            message = f"reads {names[0]} and {name} as one tensor, which differ in width or pipeline stage"
+            fail(f"{at}.site", "not_served", f"{message}; expected a read for each of them")
+        after, inline = _is_after(one.at, site, at), one.transport == "inline"
+        yield Readout("activation", at, site, op, after, (), reduce=one.reduce, starts=rows, whole=whole, inline=inline)
+
+
+def _kept_sites(one: ActivationRead, catalog: Catalog, at: str) -> tuple[str, ...]:
+    """The sites of a read, as written; of a kind alone, those that the server keeps."""
+    kind = one.site[0]
+    if kind not in sites.KINDS:
+        return one.site
+    kept = (catalog.sites or ()) if catalog.reads is None else catalog.reads
+    layers = range(2 + max((parse(name)[1] for name in kept), default=0))  # resid_pre is a resid_post one layer before
+    found = tuple(name for layer in layers if canonical(name := f"{kind}.{layer}") in kept)
+    if not found:
+        fail(at, "not_served", f"reads {kind}, of which this server keeps no tensor; start it with --reads {kind}.all")
+    return found
 
 
 def _dictionary_at(

@@ -28,7 +28,7 @@ class LLM(vllm.LLM):
         consumers: name → options of consumers that requests may name.
         capture: sites whose rows of every request's tokens are written to ``capture_folder``.
         capture_folder: a folder for shards of those rows.
-        max_read_mib: MiB that one request may read out.
+        max_read_mib: MiB that one request may read into its answer; by handle four times as much.
         max_edits: table entries that one request may use.
         vectors: name → file of directions, or ``{"path": ..., "bias": ...}`` for a probe.
         modules: name → file of a spec, or the spec.
@@ -68,7 +68,7 @@ class LLM(vllm.LLM):
         vectors: Mapping[str, Any] | None = None,
         modules: Mapping[str, Any] | None = None,
         inline_rows: int = 1,
-        max_results_mib: int = 1024,
+        max_results_mib: int = 8192,
         result_seconds: int = 3600,
         dictionary_folder: str | None = None,
         dictionaries_of: Sequence[str] = (),

@@ -5,9 +5,11 @@ from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from saesteer import hf
+from saesteer.client import Capture, numbers
 from saesteer.plugin.results.spools import Spool
 from tests.plugin.conftest import preemptions
 from tests.plugin.read_requests import BLOCK, EVERYWHERE, OPTIONS, READS, STEERED, add, ask, check, text
@@ -109,6 +111,31 @@ def test_handles_hold_what_the_answer_would(llm: Any, oracle: hf.Model) -> None:
         llm.llm_engine.step()
     gc.collect()
     assert results.sweep() == []
+
+
+def test_several_sites_are_one_tensor_with_one_handle(llm: Any) -> None:
+    """The same numbers as those of reads of one site each; a client's capture has them by site."""
+    sites = [f"resid_post.{layer}" for layer in (20, 7, 15)]
+    prompt = text("as one", 300)
+    (alone,) = ask(llm, [prompt], {"edits": STEERED, "return": {"activations": [{"site": one} for one in sites]}})
+    returns = [{"site": sites}, {"site": "resid_post", "at": "after", "as": "handle"}]
+    (output,) = ask(llm, [prompt], {"edits": STEERED, "return": {"activations": returns}})
+    (again,) = ask(llm, [prompt], {"edits": STEERED, "return": {"activations": [{"site": sites, "as": "handle"}]}})
+    separate = np.stack([numbers(one) for one in alone.saesteer["activations"]], 1)
+    inline, kind = output.saesteer["activations"]
+    [kept] = again.saesteer["activations"]
+    assert inline["site"] == kept["site"] == sites and inline["layers"] == [20, 7, 15]
+    assert np.array_equal(numbers(inline), separate) and np.array_equal(kept["handle"].numbers(), separate)
+    assert kept["shape"] == inline["shape"] == list(separate.shape)
+    after = kind["handle"].numbers()
+    assert after.shape == (len(separate), len(kind["site"]), separate.shape[2]) and set(sites) < set(kind["site"])
+    captured = Capture.of(output.saesteer)
+    for number, site in enumerate(sites):
+        positions, rows = captured.at(site)
+        assert np.array_equal(rows, separate[:, number]) and positions.tolist() == inline["positions"]
+        assert np.array_equal(captured.at(site, "after")[1], after[:, kind["site"].index(site)])
+    kept["handle"].delete()
+    kind["handle"].delete()
 
 
 def test_the_engine_writes_the_rows_of_several_sites(

@@ -179,14 +179,21 @@ feature_reads = st.builds(
 probe_reads = st.builds(ProbeRead, names, st.none() | sites, scope=all_scopes, **moments) | st.builds(ProbeRead, names)
 activation_reads = st.builds(
     ActivationRead,
-    sites,
+    placed,
     st.sampled_from(["none", "mean", "max", "last", "message"]),
     transport=st.sampled_from(["inline", "handle"]),
     scope=all_scopes,
     **moments,
 ) | st.builds(
-    ActivationRead, sites, positions=words_of_positions | st.lists(intervals, min_size=1, max_size=2).map(tuple)
+    ActivationRead, placed, positions=words_of_positions | st.lists(intervals, min_size=1, max_size=2).map(tuple)
 )
+
+
+def place_of(name: str) -> str:
+    """The one name of a site, or a kind."""
+    return name if name in KINDS else canonical(name)
+
+
 hidden_reads = st.booleans() | st.builds(HiddenRead, all_scopes, cached=moments["cached"])
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | numbers | st.text(max_size=5),
@@ -199,7 +206,7 @@ returns = st.builds(
     probes=st.lists(
         probe_reads, max_size=2, unique_by=lambda one: (one.probe, one.site and canonical(one.site), one.at)
     ),
-    activations=st.lists(activation_reads, max_size=2, unique_by=lambda one: (canonical(one.site), one.at)),
+    activations=st.lists(activation_reads, max_size=2, unique_by=lambda one: (*map(place_of, one.site), one.at)),
     hidden=hidden_reads,
     consumers=st.dictionaries(names, st.dictionaries(st.text(max_size=5), json_values, max_size=2), max_size=2),
     dose=st.booleans(),

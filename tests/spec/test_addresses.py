@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saesteer.engine.wire import encode
+from saesteer.engine.encode import encode
 from saesteer.errors import SpecError
 from saesteer.language.spec import clamp, from_json
 from saesteer.planning.applied import applied

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from saesteer.engine.wire import encode
+from saesteer.engine.encode import encode
 from saesteer.errors import SpecError
 from saesteer.language import alike, spec
 from saesteer.language.alike import Alike, Edits

@@ -126,7 +126,7 @@ WRONG: list[tuple[str, str, str, Any]] = [
     ("probe-one-place", "probes[1]", "duplicate",
      {"probes": [{"probe": "p", "site": "resid_pre.4"}, {"probe": "p", "site": "resid_post.3"}]}),
     ("site-nothing", "activations[0].site", "missing_field", {"activations": [{}]}),
-    ("site-list", "activations[0].site", "wrong_type", tensor(site=["resid_post.3"])),
+    ("site-list", "activations[0].site", "out_of_range", tensor(site=[])),
     ("site-twice", "activations[1]", "duplicate", {"activations": [{"site": "resid_pre.4"}, {"site": "resid_post.3"}]}),
     ("reduce", "activations[0].reduce", "unknown_name", tensor(reduce="sum")),
     ("as", "activations[0].as", "unknown_name", tensor(**{"as": "file"})),

@@ -17,8 +17,8 @@ from vllm.sampling_params import RequestOutputKind
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.doses import sites_of
+from saesteer.engine.encode import encode
 from saesteer.engine.sinks import SPOOLS, address
-from saesteer.engine.wire import encode
 from saesteer.language.alike import parts_of
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
@@ -46,6 +46,7 @@ from saesteer.plugin.results.report import Report
 from saesteer.plugin.results.spools import Layout, Spool
 
 _Key = tuple[int, int | None]  # hash of a spec; length of the prompt, where the meaning depends on it
+_FILES = 4  # times as many bytes as an answer may have, a request may read by handle
 _KNOWN = 64  # specs; one with a vector for every layer of a 27B model holds 0.7 MB
 _LETTERS = 16  # of a digest in a header, as of versions
 _LARGEST = 2**20  # bytes that a spec brings; one that brings more is planned for each request
@@ -227,10 +228,12 @@ class Door:
         itemsize = self._model.dtype.itemsize
         each = declared(found, catalog, end, itemsize)
         sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
-        whole = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes)
-        whole += sum(declared(measures, catalog, end, itemsize))
-        at = "saesteer.return" if readouts else measures[0].field
-        refuse_above(self.config.max_read_mib << 20, whole * choices, at)
+        bodies = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes if one.readout.inline)
+        bodies += sum(declared(measures, catalog, end, itemsize))
+        files = sum(size * sites for one, size, sites in sizes if not one.readout.inline)
+        at, limit = "saesteer.return" if readouts else measures[0].field, self.config.max_read_mib << 20
+        refuse_above(limit, bodies * choices, at)
+        refuse_above(_FILES * limit, (bodies + files) * choices, at, "by handle")
         kept: list[Layout] = []
         for one, size, sites in sizes:
             if not one.readout.inline:
@@ -238,7 +241,7 @@ class Door:
                     one = one._replace(readout=replace(one.readout, part=None))
                     [size] = declared([one.readout], catalog, end, itemsize)
                 rows = most_rows(one.readout, end)
-                kept.append(Layout((one.about, *one.beside), rows, sites * size // max(1, rows)))
+                kept.append(Layout(one.entries, rows, sites * size // max(1, rows)))
         return self.results.promise(kept * choices) if kept else []
 
     def meaning(self, spec: Spec, catalog: Catalog, prompt_len: int, starts: tuple[int, ...] | None = None) -> Meaning:
