@@ -19,14 +19,14 @@ with needs():
     from torch import Tensor
 
 from saesteer.config.assets import Assets
+from saesteer.config.checks import check_modules
 from saesteer.config.config import LIMITS, OPTIONS, SaesteerConfig
-from saesteer.config.modules import check_default
 from saesteer.dictionaries.active import ActiveFeature, strongest
 from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
 from saesteer.engine import doses
+from saesteer.engine.encode import encode
 from saesteer.engine.engine import Engine, Row, Site
 from saesteer.engine.readouts import Segment
-from saesteer.engine.wire import encode
 from saesteer.language.fields import fail
 from saesteer.language.sites import canonical, parse
 from saesteer.language.spec import Spec, as_spec
@@ -123,7 +123,7 @@ class Model:
             max_tokens=self._longest,
         )
         self.engine.catalog = replace(self.engine.catalog, **of_layers(text))
-        check_default(self.engine.catalog)
+        check_modules(self.engine.catalog)
         self._coders: dict[str, SparseCoder] = {}
         self._captured: dict[str, Tensor] | None = None
         self._lock = threading.RLock()  # held for a whole pass

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from saesteer.config.assets import Assets
+from saesteer.engine.encode import encode
 from saesteer.engine.engine import Engine, Row
-from saesteer.engine.wire import encode
 from saesteer.language.spec import as_spec, from_json
 from saesteer.planning.planner import plan
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine.encode import encode
 from saesteer.engine.table import Arrow, Places, Row, Rows
-from saesteer.engine.wire import decode, encode
+from saesteer.engine.wire import decode
 from saesteer.kernels import layout
 from saesteer.planning.plan import END, Catalog, Change, Condition, Direction, Group, Plan
 

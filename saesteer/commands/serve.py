@@ -21,6 +21,7 @@ from saesteer.commands import attended
 from saesteer.commands.embedded import DEMO, MODELS, dictionaries, engine_options, ensure_model, request
 from saesteer.config import settings
 from saesteer.config.assets import Assets
+from saesteer.config.checks import check_modules
 from saesteer.config.config import ADMIN_KEY, CONFIG_FILE, KEY, SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.consumers.known import Consumers
@@ -64,9 +65,9 @@ def check(model: str, config: SaesteerConfig, flags: Sequence[str] = ()) -> Asse
     if elsewhere or any(_parsed(flags, flag)[0] is not None for flag in _OWN_CONFIG):
         return assets
     shape = _text_config(model, flags)
-    assets.catalog(
-        width=shape.hidden_size, layers=shape.num_hidden_layers, other_widths=other_widths(shape), model=model
-    )
+    layers, widths = shape.num_hidden_layers, other_widths(shape)
+    catalog = assets.catalog(width=shape.hidden_size, layers=layers, other_widths=widths, model=model)
+    check_modules(replace(catalog, parts=True))  # whether there is a reasoning parser is known later
     return assets
 
 

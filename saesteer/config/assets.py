@@ -10,7 +10,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from saesteer.config.config import SaesteerConfig
-from saesteer.config.modules import check_modules, read_modules
+from saesteer.config.modules import read_modules
 from saesteer.config.origins import addresses_of, origin_of, refuse_others
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
@@ -161,8 +161,7 @@ class Assets:
             stages: the layers with which the later stages of a pipeline begin.
 
         Raises:
-            ConfigError: a dictionary, vector or site that the model does not have, or a module that no request could
-                use.
+            ConfigError: a dictionary, vector or site that the model does not have.
         """
         others = other_widths or {}
         check_vectors(self.vectors, width=width, layers=layers, other_widths=others)
@@ -180,7 +179,7 @@ class Assets:
         dictionaries: Mapping[str, CoderInfo] = self.infos
         if self.config.dictionary_folder is not None:  # these are opened when a request names them
             dictionaries = ChainMap(dict(self.infos), self.rows.of_model(*served))  # type: ignore[arg-type]  # only read
-        catalog = Catalog(
+        return Catalog(
             dictionaries=dictionaries,
             sites=frozenset(sites),
             max_entries=self.config.max_edits,
@@ -198,8 +197,6 @@ class Assets:
             stages=stages,
             largest=largest,
         )
-        check_modules(replace(catalog, parts=True))  # only the front end knows whether there is a reasoning parser
-        return catalog
 
     def memory(self, size: int) -> list[str]:
         """A sentence for each dictionary that a request may name: what it takes in memory, and what is wrong with it.

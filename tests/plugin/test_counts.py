@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer.config.config import KEY
 from saesteer.dictionaries.vectors import from_inline
+from saesteer.engine.encode import encode
 from saesteer.engine.engine import Engine
-from saesteer.engine.wire import encode
 from saesteer.kernels import layout, ops
 from saesteer.language.spec import from_json
 from saesteer.planning.digests import digest_of

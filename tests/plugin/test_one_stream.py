@@ -10,8 +10,8 @@ from torch import Tensor, nn
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from saesteer import hf
+from saesteer.engine.encode import encode
 from saesteer.engine.engine import Engine
-from saesteer.engine.wire import encode
 from saesteer.language.spec import Spec, as_spec
 from saesteer.planning.planner import plan
 from saesteer.plugin.worker import layers

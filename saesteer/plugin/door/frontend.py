@@ -20,8 +20,8 @@ from typing import Any
 
 from saesteer import __version__
 from saesteer.config.assets import Assets
+from saesteer.config.checks import check_modules
 from saesteer.config.config import KEY
-from saesteer.config.modules import check_default
 from saesteer.config.settings import admin_key
 from saesteer.consumers.known import Consumers
 from saesteer.errors import ConfigError, SpecError, UnsupportedError
@@ -75,7 +75,7 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
     checks = {name: one.check for name, one in consumers.named.items()} if consumers else {}
     parts = has_parser(vllm_config)
     catalog = replace(catalog, consumers=checks, parts=parts, **of_layers(model.hf_text_config))
-    check_default(catalog)
+    check_modules(catalog)
     for info in assets.infos.values():
         catalog.largest(info, 0)  # answers report the values that the workers load, whatever comes to lie there later
     return versions.Names(catalog, pool_rows=assets.config.pool_rows, layers=layers, board=board)

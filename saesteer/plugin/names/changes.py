@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from saesteer.config.modules import check_module
+from saesteer.config.checks import check_module
 from saesteer.dictionaries.vectors import Function, VectorSet, from_inline
 from saesteer.errors import RegistryError, SpecError
 from saesteer.language.fields import closest, listing, number, one_of, show, text
