@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from saesteer.config.config import KEY
 from saesteer.engine.filer import Span
 
-SPOOLS = f"{KEY}_spools"  # next to a plan in extra_args, as ``address`` makes it
+SPOOLS = "spools"  # next to a plan, as ``address`` makes it
 
 
 def address(spools: Iterable[Sequence[Any]]) -> list[Any]:

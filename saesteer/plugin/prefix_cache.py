@@ -15,16 +15,17 @@ from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.planning.runs import Run, meeting
+from saesteer.plugin.results.sending import sent
 from saesteer.plugin.wrap import Original, around
 
-FIRST = f"{KEY}_first"  # next to it: the first position that is read, of those to be recomputed, and of all
-RUNS = f"{KEY}_runs"  # next to the spec in extra_args, from the front end to the scheduler (admission.keyed)
+# Sent with a request (sending.py):
+FIRST = "first"  # the first position that is read, of those to be recomputed, and of all
+RUNS = "runs"  # as of admission.keyed
 
 
 def runs_of(request: Any) -> Sequence[Run]:
     """The runs of a request in the scheduler; none if it edits nothing."""
-    extra = getattr(request.sampling_params, "extra_args", None)
-    found: Sequence[Run] = extra.get(RUNS, ()) if extra else ()
+    found: Sequence[Run] = sent(request.sampling_params).get(RUNS, ())
     return found
 
 
@@ -91,8 +92,7 @@ def first_read(request: Any) -> int | None:
 
     One that was preempted computes again all that it reads, so that nothing of a reduction is counted twice.
     """
-    extra = getattr(request.sampling_params, "extra_args", None)
-    first, again = (extra or {}).get(FIRST, (None, None))
+    first, again = sent(request.sampling_params).get(FIRST, (None, None))
     found: int | None = again if request.num_preemptions else first
     return found
 

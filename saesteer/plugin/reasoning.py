@@ -10,13 +10,14 @@ from typing import Any
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from saesteer.config.config import KEY
 from saesteer.engine import parts
 from saesteer.kernels.layout import MOST_CLOSING
 from saesteer.planning.plan import END
+from saesteer.plugin.results.sending import sent
 
-BORDER = f"{KEY}_border"  # next to it: what ends the reasoning (closing), and END, or its end in the prompt
-PARSER = f"{KEY}_parser"  # next to the spec in extra_args: what ``border_of`` is told, where its scopes name a part
+# Sent with a request (sending.py):
+BORDER = "border"  # what ends the reasoning (closing), and END, or its end in the prompt
+PARSER = "parser"  # what ``border_of`` is told, where its scopes name a part
 
 NEAR = 32  # tokens; where reasoning ends with several, they are fewer (GPT-OSS: some 23)
 
@@ -98,7 +99,7 @@ def border_in(request: Any) -> parts.Border:
     Args:
         request: vLLM's NewRequestData.
     """
-    tokens, found = request.sampling_params.extra_args[BORDER]
+    tokens, found = sent(request.sampling_params)[BORDER]
     return parts.Border(tuple(tokens), len(request.prompt_token_ids), found)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
+from saesteer.config.config import KEY
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.results import forms, sending
 
@@ -51,7 +52,7 @@ def running(name: str, client: int = 0, done: bool = False, edited: int | None =
     events: list[Any] = []
     made = SimpleNamespace(request_id=name, client_index=client, done=done, trace_headers=None)
     made.take_events, made.is_finished = lambda: events, lambda: made.done
-    extra = None if edited is None else {prefix_cache.RUNS: [[edited, 99, "digest"]]}
+    extra = None if edited is None else {KEY: {prefix_cache.RUNS: [[edited, 99, "digest"]]}}
     made.sampling_params, made.mm_features = SimpleNamespace(stop=[], extra_args=extra), []
     return made
 

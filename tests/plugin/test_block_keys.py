@@ -27,7 +27,6 @@ from saesteer.planning.plan import Read
 from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
-from saesteer.plugin.door.refusals import without_ours
 from tests.rows import row_of
 from tests.small_engine import make_engine
 from tests.small_world import DOWN, INLINE, SITES, STEP, UP, VECTORS, WIDTH, edits
@@ -277,7 +276,7 @@ def test_the_cache_gives_nothing_that_is_read(stock: Any) -> None:
     """A stand-in for vLLM's get_computed_blocks, which returns how many tokens may come from the cache at most."""
 
     def most(first: int | None, *limit: int) -> Any:
-        params = SamplingParams(extra_args=None if first is None else {prefix_cache.FIRST: (first, first)})
+        params = SamplingParams(extra_args=None if first is None else {KEY: {prefix_cache.FIRST: (first, first)}})
         request = SimpleNamespace(num_tokens=TOKENS, num_preemptions=0, sampling_params=params)
         return prefix_cache._limiting(stock)(None, request, *limit)
 
@@ -288,7 +287,6 @@ def test_the_cache_gives_nothing_that_is_read(stock: Any) -> None:
 
 
 def test_what_a_client_says_of_blocks_is_not_heard() -> None:
-    words = {KEY: {}, prefix_cache.RUNS: [[0, 9, "x"]], f"{KEY}_same": "y", "other": 1}
-    assert without_ours(words) == {KEY: {}, "other": 1}
-    plain: dict[str, Any] = {"other": 1}
-    assert without_ours(plain) is plain and without_ours(None) is None
+    words = {prefix_cache.RUNS: [[0, 9, "x"]], prefix_cache.FIRST: (3, 3), f"{KEY}_{prefix_cache.RUNS}": [[0, 9, "x"]]}
+    request = SimpleNamespace(num_preemptions=0, sampling_params=SamplingParams(extra_args=words))
+    assert not prefix_cache.runs_of(request) and prefix_cache.first_read(request) is None

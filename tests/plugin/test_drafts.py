@@ -12,6 +12,7 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
+from saesteer.config.config import KEY
 from saesteer.engine.brought import Made, Part
 from saesteer.engine.readouts import Reading
 from saesteer.kernels import layout
@@ -74,7 +75,7 @@ PROMPT, STOP = 4, "saesteer.edits[0]"
 def stopped(first: int, values: list[float], tokens: list[int], **output: Any) -> Any:
     """The output of a step that computed positions from ``first`` on and gave these tokens, under a stop above 0.5."""
     sent = forms.sent([Rule("stop", STOP, ((0, END),), ((0, 0.5, END),), 1)])
-    params = SimpleNamespace(extra_args={RULES: sent, PARSER: None})
+    params = SimpleNamespace(extra_args={KEY: {RULES: sent, PARSER: None}})
     request: Any = SimpleNamespace(request_id="a", num_prompt_tokens=PROMPT, client_index=0, sampling_params=params)
     request.num_tokens, request.output_token_ids = first + 1 + len(tokens), []
     ended: list[str] = []

@@ -23,6 +23,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from saesteer.config.config import KEY
 from saesteer.planning.plan import END
 from saesteer.plugin.configured import configure
 from saesteer.plugin.prefix_cache import RUNS
@@ -50,7 +51,7 @@ class Engine:
 
     def ask(self, name: str, first: int = 0, length: int = PROMPT) -> None:
         """A request with tokens that count from ``first``; all have the same edits."""
-        params = SamplingParams(max_tokens=200, ignore_eos=True, extra_args={RUNS: [[0, END, "edits"]]})
+        params = SamplingParams(max_tokens=200, ignore_eos=True, extra_args={KEY: {RUNS: [[0, END, "edits"]]}})
         ids = [*range(first, first + length)]
         self.scheduler.add_request(Request(name, ids, params, None, block_hasher=self._hasher))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from saesteer import hf
+from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END
@@ -103,7 +104,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         config: Any = SimpleNamespace(speculative_config=guesses, model_config=None)
         admission.Door(vllm_config=config).admit(from_json({"edits": edits}), replace(CATALOG, parts=parts), asked)
-        return asked.sampling_params.extra_args
+        return asked.sampling_params.extra_args[KEY]
 
     return admit
 

@@ -65,7 +65,7 @@ def test_what_is_computed_again_does_not_depend_on_who_asked_before(engine: Engi
         anew = admission.Door().meaning(asked, catalog, prompt_len)
         assert known.meaning(asked, catalog, prompt_len).first == anew.first
     request: Any = SimpleNamespace(num_preemptions=0, num_tokens=9)
-    request.sampling_params = SimpleNamespace(extra_args={FIRST: known.meaning(asked, catalog, 9).first})
+    request.sampling_params = SimpleNamespace(extra_args={KEY: {FIRST: known.meaning(asked, catalog, 9).first}})
     assert first_read(request) == (5 if "return" in spec else 1)
 
 
@@ -95,6 +95,7 @@ def test_what_a_client_puts_beside_its_spec_is_not_heard(engine: Engine) -> None
 def test_whatever_is_wrong_with_a_request_ends_no_other_one(engine: Engine) -> None:
     """As when its spools cannot be read: what leaves ``add`` would end the engine."""
     steering = steered.Steering(engine)
-    request = admitted(engine, {"edits": [ADD]}, 4, **{SPOOLS: 3})
+    request = admitted(engine, {"edits": [ADD]}, 4)
+    request.sampling_params.extra_args[KEY][SPOOLS] = 3
     assert steering.add(request) is None
     assert "broken" in steering.failed["r"] and not steering.rows

@@ -10,6 +10,7 @@ from vllm.v1 import outputs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 
+from saesteer.config.config import KEY
 from saesteer.planning.answers import Rows
 from saesteer.planning.plan import END, Direction, Rule
 from saesteer.plugin.reasoning import PARSER
@@ -28,7 +29,7 @@ class Scheduler:
 
     def __init__(self, tokens: int, **runs: int) -> None:
         made = [Rule(op, [STOP, FLAG][op == "flag"], ((0, END),), ((0, 0.5, END),), run) for op, run in runs.items()]  # type: ignore[arg-type]
-        params = SimpleNamespace(extra_args={RULES: forms.sent(made), PARSER: None})
+        params = SimpleNamespace(extra_args={KEY: {RULES: forms.sent(made), PARSER: None}})
         self.request: Any = SimpleNamespace(
             request_id="one", num_tokens=tokens, num_prompt_tokens=PROMPT, client_index=3, sampling_params=params
         )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from saesteer.config.config import SaesteerConfig
+from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.consumers.known import Consumers
 from saesteer.engine.brought import Brought
 from saesteer.engine.sinks import SPOOLS
@@ -24,7 +24,6 @@ from saesteer.errors import SpecError
 from saesteer.language.spec import from_json
 from saesteer.planning.plan import END, Catalog, Window
 from saesteer.plugin.door.admission import Door
-from saesteer.plugin.door.refusals import without_ours
 from saesteer.plugin.results.kept import LEAST, Results
 from tests.plugin.blobs import inside
 from tests.plugin.results import files
@@ -168,7 +167,7 @@ def test_which_requests_have_files_that_workers_write(tmp_path: Path, case: str)
     spec = from_json({"return": {"activations": reads, "consumers": {"x": {}} if case == "a consumer" else {}}})
     params = SimpleNamespace(extra_args=None, max_tokens=4, n=2 if case == "two choices" else 1)
     door.admit(spec, catalog, SimpleNamespace(prompt_token_ids=[1] * 5, sampling_params=params))
-    found = params.extra_args.get(SPOOLS)
+    found = params.extra_args[KEY].get(SPOOLS)
     if case in ("two choices", "a consumer"):
         assert found is None
     elif case == "captured":
@@ -177,4 +176,3 @@ def test_which_requests_have_files_that_workers_write(tmp_path: Path, case: str)
     else:
         node, [[number, path, start, rows]] = found
         assert (node, number, rows) == (platform.node(), 2, 5 + 4 - 1) and start % 4096 == 0 and Path(path).exists()
-    assert without_ours(params.extra_args).keys() == {"saesteer"}  # type: ignore[union-attr]

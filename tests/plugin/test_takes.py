@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from saesteer.config.config import KEY
 from saesteer.engine.brought import Brought
 from saesteer.engine.engine import Engine
 from saesteer.engine.readouts import Reading, Segment
@@ -92,7 +93,7 @@ class World:
         if spec is None:
             request.sampling_params.extra_args = {}
         if path is not None:
-            request.sampling_params.extra_args[SPOOLS] = address([(0, str(path), START, ROOM)])
+            request.sampling_params.extra_args[KEY][SPOOLS] = address([(0, str(path), START, ROOM)])
         row = self.steering.add(request)
         if path is not None:
             assert row is not None and row.readings[0] is not None

@@ -69,7 +69,7 @@ def test_positions_are_another_word_for_a_scope(positions: Any, scope: Scope) ->
     found = read(activations=[{"site": "resid_post.1", "positions": positions}])
     assert found == read(activations=[{"site": "resid_post.1", "scope": scope.to_json()}])
     assert found.activations[0].scope == scope
-    assert found.activations == (ActivationRead("resid_post.1", positions=positions),)
+    assert found.activations == (ActivationRead(("resid_post.1",), positions=positions),)
 
 
 DEEP: Any = []

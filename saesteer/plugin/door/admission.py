@@ -169,12 +169,12 @@ class Door:
         refuse_unmet(meaning.scopes, len(ids), end, ended)
         limit = None if self.config is None else self.config.max_dose
         measured = spec.returns.dose or limit is not None
-        own = [one for one in meaning.readouts if one.readout.shown]
-        reads_part = any(one.readout.part for one in own)
+        shown = [one for one in meaning.readouts if one.readout.shown]
+        reads_part = any(one.readout.part for one in shown)
         wanted = None
         if spec.returns.consumers or any(one.readout.captured for one in meaning.readouts):
             wanted = Wanted.of(self.consumers, spec.returns.consumers)
-        rooms = self._bound(own, meaning.measures, catalog, end, params) if own or meaning.measures else []
+        rooms = self._bound(shown, meaning.measures, catalog, end, params) if shown or meaning.measures else []
         params.saesteer_report = Report(
             meaning.applied,
             meaning.sites if measured else None,
@@ -192,14 +192,15 @@ class Door:
         whole = wanted is None and kind == RequestOutputKind.FINAL_ONLY and not params.stop
         digest = hashlib.sha256(f"{self._server} {meaning.digest}".encode()).hexdigest()[:_LETTERS]
         params.saesteer_mark = f"{meaning.edits}; digest={digest}"
-        params.extra_args = {**(params.extra_args or {}), KEY: {**meaning.admitted, WHOLE: whole}}
+        own = {**meaning.admitted, WHOLE: whole}
+        params.extra_args = {**(params.extra_args or {}), KEY: own}
         # Consumers get rows in this process, and of several choices the engine knows no numbers.
-        if rooms and any(map(spooled, own)) and not spec.returns.consumers and (params.n or 1) == 1:
-            params.extra_args[SPOOLS] = address(_files(meaning.readouts, rooms))
+        if rooms and any(map(spooled, shown)) and not spec.returns.consumers and (params.n or 1) == 1:
+            own[SPOOLS] = address(_files(meaning.readouts, rooms))
         if meaning.first != (None, None):
-            params.extra_args[FIRST] = meaning.first
+            own[FIRST] = meaning.first
         if meaning.rules:
-            params.extra_args |= {RULES: meaning.rules, PARSER: told}
+            own |= {RULES: meaning.rules, PARSER: told}
         if meaning.edits:
             refusing = self.config is not None and self.config.max_dose_action == "refuse"
             # A cached token is not measured again, and the request that computed it may be refused for it later. Where
@@ -208,9 +209,9 @@ class Door:
             apart = [(0, uuid4().hex if refusing else None)]
             if border and not refusing:
                 apart.append((len(ids), repr((border, len(ids)))))
-            params.extra_args[RUNS] = keyed(meaning.runs, self._server, apart)
+            own[RUNS] = keyed(meaning.runs, self._server, apart)
         if border is not None:
-            params.extra_args[BORDER] = border
+            own[BORDER] = border
         return spec
 
     def _end(self, prompt_len: int, params: Any) -> int:

@@ -35,7 +35,7 @@ from saesteer.plugin.configured import wire_of
 from saesteer.plugin.door import logs
 from saesteer.plugin.door.admission import Door, located, needs_messages
 from saesteer.plugin.door.conversation import conversation_of, template_of
-from saesteer.plugin.door.refusals import refuse_nothing, refuse_steering, without_ours
+from saesteer.plugin.door.refusals import refuse_nothing, refuse_steering
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http import access, bodies, memory, models, routes, statuses, streams
 from saesteer.plugin.names import versions
@@ -115,8 +115,6 @@ def _checking(
         spec = spec_of(params)
         request = original(self, request_id, prompt, with_spec(params, spec), *args, **kwargs)
         taken = request.sampling_params
-        if taken is not None:
-            taken.extra_args = without_ours(taken.extra_args)
         names, door = self.saesteer_names, self.saesteer_door
         if names is not None:
             bodies.refuse_near(getattr(params, "extra_args", None), "extra_args")

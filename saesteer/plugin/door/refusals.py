@@ -1,7 +1,6 @@
-"""What is refused or dropped before a spec is compared with the server. Knows no name and no token."""
+"""What is refused before a spec is compared with the server. Knows no name and no token."""
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from saesteer.config.config import KEY, SaesteerConfig
 from saesteer.language.fields import fail
@@ -25,10 +24,3 @@ def refuse_nothing(config: SaesteerConfig | None, spec: Spec | None) -> None:
     if config is not None and "spec" in config.require and spec in (None, _NOTHING):
         found = "is missing or asks for nothing, and this server answers no request without a spec (--require spec)"
         fail(KEY, "missing_field", f'{found}; expected edits, a read, or {{"defaults": false}}')
-
-
-def without_ours(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a client may send with its spec: not our own words to the engine, which would key other requests' blocks."""
-    if not extra_args or not any(name.startswith(f"{KEY}_") for name in extra_args):
-        return extra_args  # type: ignore[return-value]  # it is the dict that vLLM made
-    return {name: value for name, value in extra_args.items() if not name.startswith(f"{KEY}_")}

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from saesteer.config.config import KEY
 from saesteer.engine import doses
 from saesteer.engine.brought import Brought
 from saesteer.planning.plan import Rule
@@ -22,8 +21,9 @@ COLLAPSED = "collapsed"  # --fail-fast; after a colon, the word has the period i
 # Kinds of the records that an output carries.
 COUNTED, READ, FIRED = "counted", "read", "fired"
 FAILED = "failed"  # the word of a failed request
-WHOLE = "whole"  # next to the plan: the rows of a request may wait for its end
-RULES = f"{KEY}_rules"  # next to the spec in extra_args, from the front end to the scheduler
+# Sent with a request (sending.py):
+WHOLE = "whole"  # its rows may wait for its end
+RULES = "rules"
 
 
 class Guessed(NamedTuple):

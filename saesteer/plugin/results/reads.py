@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from saesteer.config.config import KEY
 from saesteer.engine.brought import Blob, Brought
 from saesteer.engine.filer import Span, join
 from saesteer.engine.writer import Owed
@@ -80,7 +79,7 @@ def send(
 
 def _is_whole(request: Any) -> bool:
     """Whether nobody needs a request's rows before its end."""
-    return request is not None and bool(request.sampling_params.extra_args[KEY].get(WHOLE))
+    return request is not None and bool(sending.sent(request.sampling_params).get(WHOLE))
 
 
 class _Held(NamedTuple):

@@ -68,7 +68,7 @@ class _Watching:
     """What the scheduler keeps on a request with rules."""
 
     def __init__(self, request: Any, vllm_config: Any) -> None:
-        sent = request.sampling_params.extra_args
+        sent = sending.sent(request.sampling_params)
         self.watch = Watch([Rule(*words) for words in sent[RULES]])
         self.border = None
         if self.watch.in_parts:

@@ -1,4 +1,8 @@
-"""The outputs of a step, as the scheduler sends them to its front ends, and what goes along. Knows no meaning of it."""
+"""What travels with vLLM's requests and outputs between the front end and the engine. Knows no meaning of it.
+
+A request carries a mapping from the front end: its plan, and words beside it that the modules name which send them. An
+output of the scheduler carries records back. Both have the one key KEY, in place of what a client has sent there.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,6 +10,13 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutputs
 
 from saesteer.config.config import KEY
+
+
+def sent(params: Any) -> Mapping[str, Any]:
+    """What the front end sends with the parameters of a request; empty where nothing is asked of the engine."""
+    extra = getattr(params, "extra_args", None)
+    found: Mapping[str, Any] = extra.get(KEY, {}) if extra else {}
+    return found
 
 
 def of(outputs: Mapping[int, Any]) -> Iterator[Any]:

@@ -18,11 +18,11 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_world_group
 
-from saesteer.config.config import KEY
 from saesteer.engine.engine import Engine
 from saesteer.engine.graph_sets import Sets, Sites, enough, smallest
 from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import ops
+from saesteer.plugin.results.sending import sent
 from saesteer.plugin.wrap import Original, around_method_of
 
 logger = logging.getLogger("vllm.saesteer")
@@ -53,9 +53,9 @@ class Choice:
     def add(self, request: Any) -> None:
         """Remember what a new request needs."""
         self.forget(request.req_id)
-        admitted = (request.sampling_params.extra_args or {}).get(KEY)
+        admitted = sent(request.sampling_params)
         try:
-            fits = self._all if admitted is None else self._need(admitted["plan"])
+            fits = self._need(admitted["plan"]) if admitted else self._all
         except Exception:  # noqa: BLE001  # the request ends, see Steering.fail
             fits = 1 << len(self.sets) - 1
         if fits != self._all:

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from saesteer.config.config import KEY
 from saesteer.engine.brought import Brought
 from saesteer.engine.engine import Engine, Row
 from saesteer.engine.lanes import Lanes, whole
@@ -24,6 +23,7 @@ from saesteer.engine.sinks import SPOOLS, Sinks
 from saesteer.language.fields import show
 from saesteer.plugin.reasoning import border_in
 from saesteer.plugin.results.forms import BROKEN, GONE, Guessed
+from saesteer.plugin.results.sending import sent
 from saesteer.plugin.worker import counts, drafts, graphs, health
 
 logger = logging.getLogger("vllm.saesteer")
@@ -83,7 +83,7 @@ class Steering:
                     self._stops.add(request.req_id)
                 if row.parts:
                     self._borders[request.req_id] = border_in(request)
-                self._sinks.add(request.req_id, request.sampling_params.extra_args.get(SPOOLS))
+                self._sinks.add(request.req_id, sent(request.sampling_params).get(SPOOLS))
         except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
             self.fail(request.req_id, exc)
             return None
@@ -91,8 +91,7 @@ class Steering:
 
     def _row_of(self, request: Any) -> Row | None:
         """Make the row only if no recent request had the same plan."""
-        admitted = (request.sampling_params.extra_args or {}).get(KEY)
-        if admitted is None:
+        if not (admitted := sent(request.sampling_params)):
             return None
         plan = admitted["plan"]
         row = self._recent.pop(plan, None) or self.engine.make_row(admitted)
