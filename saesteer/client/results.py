@@ -88,14 +88,18 @@ class Capture:
         Raises:
             ServerError: as ``numbers``.
         """
+        import numpy as np
+
         read: dict[tuple[str, str], list[tuple[Sequence[int], NDArray[np.float32]]]] = {}
         for entry in report.get("activations") or ():
             if "reduce" not in entry:
                 found = (fetched or {}).get(entry.get("handle", ""))
                 rows = numbers(entry) if found is None else found
-                whole = rows.reshape(len(rows), -1, rows.shape[-1])
-                for place, name in enumerate([entry["site"]] if isinstance(entry["site"], str) else entry["site"]):
-                    read.setdefault((name, entry["at"]), []).append((entry["positions"], whole[:, place]))
+                sites = [entry["site"]] if isinstance(entry["site"], str) else entry["site"]
+                for name, own in zip(
+                    sites, np.moveaxis(rows.reshape(len(rows), len(sites), rows.shape[-1]), 1, 0), strict=True
+                ):
+                    read.setdefault((name, entry["at"]), []).append((entry["positions"], own))
         return cls(tuple(report.get("messages") or ()), read)
 
     def at(self, site: str, at: str = "before") -> "tuple[NDArray[np.int64], NDArray[np.float32]]":
