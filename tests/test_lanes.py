@@ -1,4 +1,4 @@
-"""What each readout gets of a step: rows of the right tokens, in files at the right places. Starts no engine."""
+"""What each readout gets of a step: rows of the right tokens, for files with their positions. Starts no engine."""
 
 from typing import Any
 
@@ -11,7 +11,6 @@ from saesteer.engine.readouts import Reading
 from saesteer.engine.shares import File
 from saesteer.engine.sinks import Sink
 from saesteer.planning.plan import END, Window
-from saesteer.planning.windows import rank
 
 PLANES = {"a": [0], "b": [100], "c": [200, 0, 100]}  # where each kind of readout is captured, in the same bank
 NAMES = "xyz"
@@ -20,28 +19,27 @@ NAMES = "xyz"
 class Room(Sink):
     """A sink without a file."""
 
-    def __init__(self, rows: int) -> None:
-        self.start, self.rows = 0, rows
+    def __init__(self) -> None:
+        pass
 
 
 class Request:
     """One request, its readouts, and the position that it computes next."""
 
-    def __init__(self, readouts: list[tuple[str, list[Window], int]]) -> None:
+    def __init__(self, readouts: list[tuple[str, list[Window]]]) -> None:
         self.readouts = [
-            (kind, Reading("activation", (kind,), False, windows, False, "none", None, 0, ()), Room(rows))
-            for kind, windows, rows in readouts
+            (kind, Reading("activation", (kind,), False, windows, False, "none", None, 0, ()), Room())
+            for kind, windows in readouts
         ]
         self.position = 0
 
     def expected(self, first: int, tokens: int) -> dict[tuple[int, int], list[int]]:
-        """By id of the file and its row, rows of the bank."""
+        """By id of the file and position, rows of the bank."""
         found = {}
         for kind, reading, sink in self.readouts:
             for at in range(self.position, self.position + tokens):
-                row = rank(reading.windows, at)
-                if row < sink.rows and any(lo <= at < hi for lo, hi in reading.windows):
-                    found[id(sink), row] = [plane + first + at - self.position for plane in PLANES[kind]]
+                if any(lo <= at < hi for lo, hi in reading.windows):
+                    found[id(sink), at] = [plane + first + at - self.position for plane in PLANES[kind]]
         return found
 
 
@@ -54,7 +52,7 @@ def rows_of(step: File) -> dict[tuple[int, int], list[int]]:
     found, chosen = {}, step.chosen.tolist()
     filing = step.filing
     each = len(chosen) // int(filing.lengths.sum())
-    for sink, first, length in zip(filing.sinks, filing.first, filing.lengths, strict=True):
+    for sink, first, length in zip(filing.sinks, filing.positions, filing.lengths, strict=True):
         for ahead in range(length):
             found[id(sink), int(first) + ahead] = chosen[:each]
             del chosen[:each]
@@ -71,8 +69,8 @@ def windows() -> st.SearchStrategy[list[Window]]:
 @settings(max_examples=300)
 @given(st.data())
 def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> None:
-    """Prompts in chunks, guesses that do not hold, files that are full, and batches that change."""
-    lanes, readouts = Lanes(), st.tuples(st.sampled_from("abc"), windows(), st.integers(1, 12) | st.just(40))
+    """Prompts in chunks, guesses that do not hold, and batches that change."""
+    lanes, readouts = Lanes(), st.tuples(st.sampled_from("abc"), windows())
     requests = {name: Request(data.draw(st.lists(readouts, min_size=1, max_size=2))) for name in NAMES}
     for name, one in requests.items():
         sinks = {number: sink for number, (*_, sink) in enumerate(one.readouts)}
@@ -99,7 +97,7 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
                 assert step.bank == 7
                 found |= rows_of(step)
             assert found == expected and sum(int(step.filing.lengths.sum()) for step in steps) == len(expected)
-        if data.draw(st.booleans()):  # its seats are another one's
+        if data.draw(st.booleans()):  # another one has its name
             name = data.draw(st.sampled_from(NAMES))
             lanes.forget(name)
             again = requests[name] = Request(data.draw(st.lists(readouts, min_size=1, max_size=2)))
@@ -107,21 +105,7 @@ def test_each_token_is_read_once_and_where_it_belongs(data: st.DataObject) -> No
             lanes.add(name, [reading for _, reading, _ in again.readouts], sinks, where)
     for name in NAMES:
         lanes.forget(name)
-    assert not lanes._kinds, "nothing is left of requests that have ended"
-    assert lanes._table.shape[1] == 1, "nor do others' batches take longer for them"
-
-
-def test_positions_are_told_beside_rows() -> None:
-    lanes, sink = Lanes(), Room(40)
-    reading = Reading("activation", ("a",), False, [(2, 4), (6, END)], False, "none", None, 0, ())
-    lanes.add("x", [None, reading], {0: Room(1), 1: sink}, where)
-    lanes.look(["x"], {})
-    _, [step] = lanes.step(np.array([0]), np.array([8]), np.array([0]))
-    assert [each.tolist() for each in step.filing[1:]] == [[0, 2], [2, 6], [2, 2]]
-    _, [step] = lanes.step(np.array([0]), np.array([1]), np.array([8]))
-    assert [each.tolist() for each in (*step.filing[1:3], step.chosen)] == [[4], [8], [0]]
-    lanes.forget("x")
-    assert lanes.step(np.array([0]), np.array([1]), np.array([9])) == ([], [])
+    assert not lanes.known and lanes.step(np.array([0]), np.array([1]), np.array([9])) == ([], [])
 
 
 def test_what_a_step_had_is_no_longer_taken_for_the_next_once_a_window_has_ended() -> None:
@@ -129,7 +113,7 @@ def test_what_a_step_had_is_no_longer_taken_for_the_next_once_a_window_has_ended
     lanes = Lanes()
     for name, window in (("x", (0, END)), ("y", (0, 4))):
         reading = Reading("activation", ("a",), False, [window], False, "none", None, 0, ())
-        lanes.add(name, [reading], {0: Room(40)}, where)
+        lanes.add(name, [reading], {0: Room()}, where)
     lanes.look(["x", "y"], {})
     for positions, tokens, read in (([0, 0], [1, 1], 2), ([1, 1], [1, 5], 4), ([2, 6], [1, 1], 1), ([3, 7], [1, 1], 1)):
         starts = np.cumsum([0, *tokens])

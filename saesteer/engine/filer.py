@@ -34,8 +34,9 @@ _PIECES = 512  # that are written by one call; a system takes 1,024
 
 Span = tuple[int, int]  # absolute positions [lo, hi)
 # Of rows of a step that lie side by side, file by file: the first byte, and bytes of a row; then for each file its
-# number in the message, which row of it is the first of these, their first position, and how many they are.
-Step = tuple[int, int, list[int], list[int], list[int], list[int]]
+# number in the message, the first position of these, and how many they are.
+Step = tuple[int, int, list[int], list[int], list[int]]
+Name = tuple[str, int, int, Sequence[Span]]  # of a file: path, byte of its first row, room in rows, positions of these
 
 
 def join(spans: list[Span], span: Span) -> None:
@@ -49,19 +50,24 @@ def join(spans: list[Span], span: Span) -> None:
 class _File:
     """Rows of a message for one file."""
 
-    def __init__(self, path: str, start: int) -> None:
-        self._path, self._start = path, start
+    def __init__(self, path: str, start: int, rows: int, windows: Sequence[Span]) -> None:
+        self._path, self._start, self._room, self._windows = path, start, rows, windows
         self._runs: list[tuple[int, list[memoryview]]] = []  # bytes that belong side by side, and where they begin
         self._end = -1
         self.spans: list[Span] = []
 
-    def add(self, at: int, piece: memoryview, span: Span) -> None:
-        """Take rows that begin at this byte behind the file's first row."""
+    def add(self, position: int, rows: memoryview, stride: int) -> None:
+        """Take rows, this one's and those behind it; what the file has no room for is left out."""
+        row = sum(min(hi, position) - lo for lo, hi in self._windows if lo < position)
+        piece = rows[: max(0, self._room - row) * stride]
+        if not piece:
+            return
+        at = row * stride
         if at != self._end:
             self._runs.append((self._start + at, []))
         self._runs[-1][1].append(piece)
         self._end = at + len(piece)
-        join(self.spans, span)
+        join(self.spans, (position, position + len(piece) // stride))
 
     def write(self) -> str | None:
         """Write them in their order, neighbours by one call; return why that failed. A deleted file is left alone."""
@@ -114,13 +120,13 @@ def put(file: int, at: int, pieces: Sequence[Any]) -> None:
 
 
 def write(
-    memory: memoryview, names: Iterable[tuple[str, int]], steps: Iterable[Step], pool: ThreadPoolExecutor
+    memory: memoryview, names: Iterable[Name], steps: Iterable[Step], pool: ThreadPoolExecutor
 ) -> tuple[list[list[Span]], dict[int, str]]:
     """Write the rows of a message.
 
     Args:
         memory: that has them.
-        names: the path of each file, and the byte of its first row.
+        names: of the files.
         steps: of the message.
         pool: of threads that write a file each.
 
@@ -129,9 +135,9 @@ def write(
     """
     files = [_File(*name) for name in names]
     for at, stride, *numbers in steps:
-        for file, row, position, length in zip(*numbers, strict=True):
+        for file, position, length in zip(*numbers, strict=True):
             end = at + length * stride
-            files[file].add(row * stride, memory[at:end], (position, position + length))
+            files[file].add(position, memory[at:end], stride)
             at = end
     failed = {number: why for number, why in enumerate(pool.map(_File.write, files)) if why is not None}
     return [file.spans for file in files], failed

@@ -47,107 +47,44 @@ class Lane:
         self.bank, self.planes = place
         # Rows that are made of a position. All sites of a probe become one.
         self.each = 1 if reading.kind == "probe" else len(self.planes)
+        self.named = sink is None and reading.source is not None and len(self.planes) == 1
         # Lanes with the same are computed together.
         self.key = self.bank, len(self.planes), sink is not None, reading.reduce == "none", *computed(reading)
-        # Positions from lo up to hi are read; one after the other, each is the file's row of that number less `base`.
-        self.lo = self.hi = self.base = 0
+        self.lo = self.hi = 0  # positions from lo up to hi are read
 
     def seek(self, position: int) -> None:
-        """Set the window to that of a position, or to the next one; to none where there is none with room."""
-        if self.part.reading.last:  # whatever is the last
-            self.lo, self.hi = 0, END
-            return
-        before = 0
-        for lo, hi in self.part.reading.windows:
-            self.lo, self.base = lo, lo - before
-            self.hi = hi if self.sink is None else min(hi, self.base + self.sink.rows)
-            if position < self.hi:
-                return
-            before += hi - lo
-        self.lo = self.hi = END
-
-    def filed(self, position: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Of a step's tokens those that have room in the file: the first position, its row, and how many follow."""
-        for lo, hi in self.part.reading.spans(position, tokens):
-            self.seek(lo)
-            if self.lo <= lo < self.hi:
-                yield lo, lo - self.base, min(hi, self.hi) - lo
+        """Set the window to that of a position, or to the next one; to none where there is none."""
+        windows = [(0, END)] if self.part.reading.last else self.part.reading.windows  # whatever is the last
+        self.lo, self.hi = next((one for one in windows if position < one[1]), (END, END))
 
 
 _Several = tuple[int, int, int, int]  # tokens of a lane's request: number of the lane, first, position, and how many
-
-
-class _Kind:
-    """Lanes that are computed together, whoever of them is in a batch: what is known of each stands at its seat.
-
-    Args:
-        lane: one of them.
-        number: of the kind.
-    """
-
-    def __init__(self, lane: Lane, number: int) -> None:
-        self.number, self.bank, self.each, self.key = number, lane.bank, lane.each, lane.key
-        self.filed = lane.sink is not None  # all of them, or none
-        self.named = not self.filed and lane.part.reading.source is not None and len(lane.planes) == 1
-        self.lanes: dict[int, Lane] = {}  # by seat
-        self._left: list[int] = []  # seats that somebody has left
-        self.planes: _Ints = np.zeros((1, len(lane.planes)), dtype=np.int64)
-        self.lo, self.hi, self.base = (np.zeros(1, dtype=np.int64) for _ in range(3))  # as a lane has them
-        self.whose = np.empty(1, dtype=object)  # the file, or the readout if there are no files
-
-    def seat(self, lane: Lane) -> int:
-        """Give a lane a seat."""
-        number = self._left.pop() if self._left else len(self.lanes)
-        if number == len(self.planes):
-            for name in ("planes", "lo", "hi", "base", "whose"):
-                setattr(self, name, np.concatenate([getattr(self, name)] * 2))
-        self.lanes[number] = lane
-        self.planes[number] = lane.planes
-        self._show(number)
-        self.whose[number] = lane.sink if self.filed else lane.part
-        return number
-
-    def leave(self, seat: int) -> None:
-        """Take a lane its seat, which another may get."""
-        del self.lanes[seat]
-        self.whose[seat] = None
-        self._left.append(seat)
-
-    def seek(self, seat: int, position: int) -> None:
-        """Set a lane's window, as ``Lane.seek``."""
-        self.lanes[seat].seek(position)
-        self._show(seat)
-
-    def _show(self, seat: int) -> None:
-        lane = self.lanes[seat]
-        self.lo[seat], self.hi[seat], self.base[seat] = lane.lo, lane.hi, lane.base
 
 
 class _Group:
     """Lanes of a batch that are computed together.
 
     Args:
-        kind: of all.
-        seats: of each.
+        lanes: all of them.
         places: of their requests in the batch, ascending.
     """
 
-    def __init__(self, kind: _Kind, seats: _Ints, places: _Ints) -> None:
-        self._kind, self._bank = kind, kind.bank
-        self._seats, self._places = seats, places
-        self._whose: list[Any] = kind.whose.take(seats).tolist()
-        self._ones: _Ints = np.ones(len(seats), dtype=np.int64)
-        self._planes: _Ints = kind.planes.take(seats, axis=0)
-        self._names = Names([part.reading for part in self._whose]) if kind.named else None
-        self._several = bool((places[1:] == places[:-1]).any())  # whether a request has several lanes
+    def __init__(self, lanes: Sequence[Lane], places: Sequence[int]) -> None:
+        self._lanes, self._places = lanes, np.array(places, dtype=np.int64)
+        self._bank, self._each = lanes[0].bank, lanes[0].each
+        self._filed = lanes[0].sink is not None  # all of them, or none
+        self._whose: list[Any] = [lane.sink if self._filed else lane.part for lane in lanes]
+        self._planes: _Ints = np.array([lane.planes for lane in lanes], dtype=np.int64)  # [lanes, sites]
+        self._ones: _Ints = np.ones(len(lanes), dtype=np.int64)
+        self._names = Names([lane.part.reading for lane in lanes]) if lanes[0].named else None
+        self._several = len({*places}) < len(places)  # whether a request has several lanes
         # Of a step of single tokens that all lanes read: its rows, and where the first lane is in such steps behind it.
-        self._chosen: Read | _Ints = seats
+        self._chosen: Read | _Ints = self._ones
         self._same = range(0)
         self._look()
 
     def _look(self) -> None:
-        kind, seats = self._kind, self._seats
-        self._lo, self._hi, self._base = kind.lo.take(seats), kind.hi.take(seats), kind.base.take(seats)
+        self._lo, self._hi = np.array([(lane.lo, lane.hi) for lane in self._lanes], dtype=np.int64).T
 
     def step(
         self, first: NDArray[Any], end: NDArray[Any], positions: NDArray[Any], pieces: Pieces, *, single: bool
@@ -161,19 +98,17 @@ class _Group:
         at = self._places if single else first.take(self._places)
         tokens = self._ones if single else end.take(self._places) - at
         alone = tokens == 1
+        over = np.flatnonzero(alone & (position >= self._hi)).tolist()  # a window has ended, or none was looked for
+        for number in over:
+            self._lanes[number].seek(int(position[number]))
+        if over:
+            self._look()
         reads = alone & (position >= self._lo) & (position < self._hi)
-        if not reads.all():
-            over = np.flatnonzero(alone & (position >= self._hi))  # where a window has ended, or none was looked for
-            for number in over.tolist():
-                self._kind.seek(int(self._seats[number]), int(position[number]))
-            if len(over):
-                self._look()
-                reads = alone & (position >= self._lo) & (position < self._hi)
-        if reads.all() and (self._kind.filed or self._planes.size <= ROWS):
+        if reads.all() and (self._filed or self._planes.size <= ROWS):
             chosen = _rows(self._planes, at)
             found: Read | _Ints = chosen
-            if not self._kind.filed:
-                found = self._read(chosen, range(len(position)), (), [self._kind.each] * len(position))
+            if not self._filed:
+                found = self._read(chosen, range(len(position)), (), [self._each] * len(position))
             if single:
                 self._chosen, self._same = found, range(here, here + int((self._hi - position).min()))
             return [self._all(found, position)]
@@ -181,13 +116,13 @@ class _Group:
         others = [] if single else np.flatnonzero(~alone).tolist()
         several = [(n, int(at[n]), int(position[n]), int(tokens[n])) for n in others]
         chosen = _rows(self._planes.take(one, axis=0), at.take(one))
-        made = self._files if self._kind.filed else self._reads
+        made = self._files if self._filed else self._reads
         return [*made(one, chosen, position.take(one), several, pieces)]
 
     def _all(self, chosen: Read | _Ints, position: NDArray[Any]) -> Read | File:
         if isinstance(chosen, Read):
             return chosen._replace(spans=_singles(position))
-        return File(self._bank, chosen, Filing(self._whose, position - self._base, position, self._ones))
+        return File(self._bank, chosen, Filing(self._whose, position, self._ones))
 
     def _read(
         self,
@@ -214,7 +149,7 @@ class _Group:
     def _reads(
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], pieces: Pieces
     ) -> Iterator[Read]:
-        each, wide = self._kind.each, self._planes.shape[1]
+        each, wide = self._each, self._planes.shape[1]
         most = max(1, ROWS // wide)  # tokens at once
         spans = _singles(position)
         for start in range(0, len(one), most):
@@ -256,22 +191,15 @@ class _Group:
         self, one: _Ints, chosen: _Ints, position: NDArray[Any], several: Sequence[_Several], _: Pieces
     ) -> Iterator[File]:
         rows = [chosen]
-        more: list[tuple[int, int, int, int]] = []  # lane, row of the file, position, and how many
+        filed = [*zip(one.tolist(), position.tolist(), repeat(1))]  # lane, first position, and how many
         for number, at, here, tokens in several:
-            seat = int(self._seats[number])
-            for lo, row, length in self._kind.lanes[seat].filed(here, tokens):
-                rows.append(_rows(self._planes[number], np.arange(lo, lo + length) + (at - here)))
-                more.append((number, row, lo, length))
-            self._kind.seek(seat, here)  # of guesses that do not hold, tokens come once more
-        filed = one, position - self._base.take(one), position, self._ones[: len(one)]
-        if several:
-            self._look()
-        if more:
-            filed = tuple(np.concatenate(both) for both in zip(filed, np.array(more).T, strict=True))
-        if len(filed[0]):
-            lanes, *numbers = filed
+            for lo, hi in self._lanes[number].part.reading.spans(here, tokens):
+                rows.append(_rows(self._planes[number], np.arange(lo, hi) + (at - here)))
+                filed.append((number, lo, hi - lo))
+        if filed:
+            lanes, *numbers = np.array(filed, dtype=np.int64).T
             sinks = [self._whose[number] for number in lanes.tolist()]
-            yield File(self._bank, np.concatenate(rows) if more else chosen, Filing(sinks, *numbers))
+            yield File(self._bank, np.concatenate(rows), Filing(sinks, *numbers))
 
 
 def _cut(pieces: Iterable[tuple[int, int]], most: int) -> Iterator[tuple[int, int, bool]]:
@@ -297,12 +225,7 @@ class Lanes:
     """The requests of a worker that read, and those of its last batch."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[Any, ...], _Kind] = {}
-        self._numbered: list[_Kind | None] = []  # the same by number
-        self._known: dict[str, int] = {}  # of each request a line of the table
-        self._left: list[int] = []  # lines that somebody has left
-        # [requests, lanes, 2]: of each lane its kind and its seat there, or -1 twice; line 0 is of all who read nothing
-        self._table: _Ints = np.full((1, 1, 2), -1, dtype=np.int64)
+        self._known: dict[str, list[Lane]] = {}
         self._groups: Sequence[_Group] = ()
         self.sinks: Mapping[str, Mapping[int, Sink]] = {}  # of the batch
 
@@ -320,44 +243,16 @@ class Lanes:
             sinks: of those that have files, by number.
             where: a readout's sites are.
         """
-        seats: list[tuple[int, int]] = []
-        for number, one in enumerate(readings):
-            if one is not None:
-                lane = Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
-                kind = self._kinds.get(lane.key) or self._new(lane)
-                seats.append((kind.number, kind.seat(lane)))
-        line = self._left.pop() if self._left else len(self._known) + 1
-        lines, lanes, _ = self._table.shape
-        if line >= lines or len(seats) > lanes:
-            more = (0, lines if line >= lines else 0), (0, max(0, len(seats) - lanes)), (0, 0)
-            self._table = np.pad(self._table, more, constant_values=-1)
-        self._table[line, : len(seats)] = seats or -1
-        self._known[request] = line
-
-    def _new(self, lane: Lane) -> _Kind:
-        free = next((number for number, kind in enumerate(self._numbered) if kind is None), len(self._numbered))
-        kind = self._kinds[lane.key] = _Kind(lane, free)
-        self._numbered[free : free + 1] = [kind]
-        return kind
+        self._known[request] = [
+            Lane(Part(request, number, one), where(one.ops, one.after), sinks.get(number))
+            for number, one in enumerate(readings)
+            if one is not None
+        ]
 
     def forget(self, request: str) -> None:
         """Forget a request, and the batch, which may hold its files; ``look`` comes before the next step."""
-        line = self._known.pop(request, None)
-        if line is not None:
+        if self._known.pop(request, None) is not None:
             self.look((), {})
-            for number, seat in self._table[line].tolist():
-                kind = self._numbered[number] if number >= 0 else None
-                if kind is not None:
-                    kind.leave(seat)
-                    if not kind.lanes:  # there are as many kinds as lists of features that requests may name
-                        del self._kinds[kind.key]
-                        self._numbered[number] = None
-            widest = self._table[line, -1, 0] >= 0
-            self._table[line] = -1
-            self._left.append(line)
-            if widest:  # batches without it need not look at as many lanes
-                used = int((self._table[:, :, 0] >= 0).any(axis=0).sum())
-                self._table = self._table[:, : max(1, used)].copy()
 
     def look(self, batch: Sequence[str], sinks: Mapping[str, Mapping[int, Sink]]) -> None:
         """Remember a batch.
@@ -366,17 +261,13 @@ class Lanes:
             batch: its requests, whether they read or not.
             sinks: of those that have files, by number of the readout.
         """
-        lines = np.fromiter(map(self._known.get, batch, repeat(0)), dtype=np.int64, count=len(batch))
-        found = self._table.take(lines, axis=0)
-        places, lanes = (found[:, :, 0] >= 0).nonzero()
-        kinds, seats = found[places, lanes].T
-        order = kinds.argsort(kind="stable")
-        groups = []
-        for own in np.split(order, np.flatnonzero(np.diff(kinds[order])) + 1) if len(order) else ():
-            kind = self._numbered[int(kinds[own[0]])]
-            assert kind is not None
-            groups.append(_Group(kind, seats[own], places[own]))
-        self._groups, self.sinks = groups, sinks
+        found: dict[Any, tuple[list[Lane], list[int]]] = {}
+        for place, request in enumerate(batch):
+            for lane in self._known.get(request, ()):
+                lanes, places = found.setdefault(lane.key, ([], []))
+                lanes.append(lane)
+                places.append(place)
+        self._groups, self.sinks = [_Group(*one) for one in found.values()], sinks
 
     def step(
         self,

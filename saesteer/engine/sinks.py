@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from saesteer.engine.filer import Span
+from saesteer.engine.readouts import Reading
 
 SPOOLS = "spools"  # next to a plan, as ``address`` makes it
 
@@ -27,15 +28,17 @@ class Sink:
         path: of the file.
         start: byte of its first row.
         rows: that it has room for: steps behind an answer's last token bring more.
+        windows: the positions whose rows it has, one behind the other.
 
     Raises:
         OSError: it cannot be written.
     """
 
-    def __init__(self, path: str, start: int, rows: int) -> None:
+    def __init__(self, path: str, start: int, rows: int, windows: Sequence[Span]) -> None:
         if not os.access(path, os.W_OK):
             raise OSError(f"{path} cannot be written")
-        self.path, self.start, self.rows = path, start, rows
+        self.path = path
+        self.name = path, start, rows, windows  # as the process that writes it takes it
         self.spans: list[Span] = []  # positions that are written, and have not been sent on
         self.failed = False  # some could not be written
 
@@ -54,13 +57,15 @@ class Sinks:
         if found is not None and found[0] == platform.node():
             self._known[request] = found[1]
 
-    def of(self, request: str) -> Mapping[int, Sink]:
+    def of(self, request: str, readings: Sequence[Reading | None]) -> Mapping[int, Sink]:
         """By number of the readout; rows of one whose file cannot be written travel to the front end."""
         for number, path, start, rows in self._known.pop(request, ()):
+            if (reading := readings[number]) is None:  # another stage of a pipeline has it
+                continue
             try:
                 sink = self._alive.get(path)
                 if sink is None:
-                    sink = self._alive[path] = Sink(path, start, rows)
+                    sink = self._alive[path] = Sink(path, start, rows, reading.windows)
             except OSError:  # the request may have ended
                 continue
             self._open.setdefault(request, {})[number] = sink

@@ -43,8 +43,7 @@ class Filing(NamedTuple):
     """Where the rows of a step go, which lie file by file; a row has all sites of a position."""
 
     sinks: Sequence[Sink]
-    first: NDArray[np.int64]  # by sink, which row of its file the first of them is
-    positions: NDArray[np.int64]  # by sink, of its first one
+    positions: NDArray[np.int64]  # by sink, of its first row
     lengths: NDArray[np.int64]  # by sink, how many positions follow one another
 
     def cut(self, most: int) -> Iterator[tuple[int, int, "Filing"]]:
@@ -55,7 +54,7 @@ class Filing(NamedTuple):
             hi = min(lo + most, total)
             low, high = np.maximum(begin, lo), np.minimum(end, hi)
             here, ahead = np.flatnonzero(low < high), low - begin
-            numbers = (self.first + ahead, self.positions + ahead, high - low)
+            numbers = (self.positions + ahead, high - low)
             yield lo, hi, Filing([self.sinks[one] for one in here.tolist()], *(one[here] for one in numbers))
 
 
@@ -181,7 +180,7 @@ class Writer:
         sent: list[Step] = []
         for filing, first, end in steps:
             files = [numbers.setdefault(sink, len(numbers)) for sink in filing.sinks]
-            rows = (filing.first.tolist(), filing.positions.tolist(), filing.lengths.tolist())
+            rows = (filing.positions.tolist(), filing.lengths.tolist())
             sent.append((first, (end - first) // sum(rows[-1]), files, *rows))
         with self._lock:
             self._receive()
@@ -191,7 +190,7 @@ class Writer:
                 self._drop()
                 return
             try:
-                self._process().send((copies, [(sink.path, sink.start) for sink in numbers], sent))
+                self._process().send((copies, [sink.name for sink in numbers], sent))
             except OSError as exc:
                 self._lose(exc)
 

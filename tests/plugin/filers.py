@@ -9,6 +9,7 @@ import numpy as np
 
 from saesteer.engine.sinks import Sink
 from saesteer.engine.writer import Filing, Writer
+from saesteer.planning.plan import END
 
 ONES = np.ones(8, dtype=np.int64)  # as many files as a step has at most
 
@@ -29,12 +30,12 @@ def sinks_in(folder: Path, names: str, rows: int) -> list[Sink]:
     """Empty files."""
     for name in names:
         (folder / name).touch()
-    return [Sink(str(folder / name), 0, rows) for name in names]
+    return [Sink(str(folder / name), 0, rows, [(0, END)]) for name in names]
 
 
 def filing(sinks: Sequence[Sink], rows: list[int]) -> Filing:
     """A row of each, at the position of its number."""
-    return Filing(sinks, np.array(rows), np.array(rows), ONES[: len(rows)])
+    return Filing(sinks, np.array(rows), ONES[: len(rows)])
 
 
 def positions(writer: Writer, sinks: Sequence[Sink]) -> list[list[tuple[int, int]]]:

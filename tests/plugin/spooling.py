@@ -44,11 +44,12 @@ def told(made: Spool, scope: Sequence[Window] = ((0, END),)) -> tuple[Rows, dict
     return Rows([Reported(one, about, "bfloat16", beside=tuple(beside))], fields, [made]), fields
 
 
-def sinks_of(made: Spool) -> Any:
+def sinks_of(made: Spool, scope: Sequence[Window] = ((0, END),)) -> Any:
     """Where a worker finds the file."""
+    reading = Reading("activation", (SITES[0],), False, scope, False, "none", None, 0, ())
     found = Sinks()
     found.add("r", address([(0, *made.address)]))
-    return found.of("r")
+    return found.of("r", [reading])
 
 
 def filed(brought: Brought, name: str) -> list[Any]:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from saesteer.engine import filer, writer
 from saesteer.engine.staging import Staging
 from saesteer.engine.writer import Ring, Writer
+from saesteer.planning.plan import END
 from tests.plugin.filers import Device, children, filing, positions, sinks_in, soon
 
 
@@ -163,7 +164,7 @@ def test_rows_for_a_file_that_is_gone_are_dropped(tmp_path: Path) -> None:
 
 def test_a_full_disk_marks_the_file_and_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one, files = Writer(), sinks_in(tmp_path, "ab", 9)
-    files[0].start = 1 << 62  # a byte that no file system has: the call fails as on a disk that is full
+    files[0].name = files[0].path, 1 << 62, 9, [(0, END)]  # no file system has such a byte: as on a full disk
     device = Device(one)
     for row in range(2):
         device.bring(filing(files, [row, row]), b"xy")

@@ -53,7 +53,7 @@ def test_each_row_is_where_its_handle_finds_it(
     found, steps = roomy(Path(tempfile.mkdtemp(dir=tmp_path))), Steps(scope, sites)
     made = spool_of(found, scope, sum(max(0, min(hi, end) - lo) for lo, hi in scope), sites)
     rows, fields = told(made, scope)
-    sinks = sinks_of(made) if here else None
+    sinks = sinks_of(made, scope) if here else None
     for wrong, turn in ((1, chunks[:again]), (0, [*chunks, *[STEP - 2] * 3])):
         at = 0
         for tokens in turn:
@@ -121,7 +121,7 @@ def test_a_row_that_cannot_be_written_ends_its_request_alone(tmp_path: Path) -> 
     found, steps = roomy(tmp_path), Steps([(0, END)])
     one, two = spool_of(found), spool_of(found)
     sick, sound = sinks_of(one), sinks_of(two)
-    sick[0].start = 1 << 62  # a byte that no file system has: the call fails as on a disk that is full
+    sick[0].name = sick[0].path, 1 << 62, 9, [(0, END)]  # no file system has such a byte: as on a full disk
     answers = [told(one), told(two)]
     for sinks, (rows, _) in zip((sick, sound), answers, strict=True):
         brought = steps.run(sinks, 0, 5)

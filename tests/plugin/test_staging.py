@@ -17,6 +17,7 @@ import torch
 from saesteer.engine.filer import LACKING
 from saesteer.engine.sinks import Sink
 from saesteer.engine.staging import Filed, Staging
+from saesteer.planning.plan import END
 from tests.apart import hear, tell
 from tests.plugin.filers import filing, sinks_in, soon
 
@@ -33,7 +34,7 @@ class Files:
         self.folder, paths = folder, [folder / str(number) for number in range(FILES)]
         for path in paths:
             path.touch()
-        self.sinks = [Sink(str(path), 0, ROWS) for path in paths]
+        self.sinks = [Sink(str(path), 0, ROWS, [(0, END)]) for path in paths]
         self.staging = Staging(device, side)
         self.banks = {kind: torch.zeros(FILES, width, dtype=kind, device=device) for kind, width in WIDTHS.items()}
         self.expected = [torch.zeros(ROWS, WIDTHS[kind], dtype=kind) for kind in KINDS]

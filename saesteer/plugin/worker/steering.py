@@ -204,7 +204,7 @@ class Steering:
         known = self._lanes.known
         for name in self._names:
             if name not in known and (row := self.rows.get(name)) is not None and row.readings:
-                self._lanes.add(name, row.readings, self._sinks.of(name), self.engine.captures.where)
+                self._lanes.add(name, row.readings, self._sinks.of(name, row.readings), self.engine.captures.where)
         self._lanes.look(self._names, self._sinks.all())
         self._sorted = True
 
