@@ -155,8 +155,8 @@ def main() -> None:
     # Each with its bound: what stands today, or the aim where that is met.
     figures = (
         ("code tokens", tokens(), 270_000),
-        ("lines of the way back", lines(one for one in files() if is_in(one, back)), 5_900),
-        ("lines that the worker imports", lines(worker), 20_100),
+        ("lines of the way back", lines(one for one in files() if is_in(one, back)), 5_600),
+        ("lines that the worker imports", lines(worker), 20_300),
         ("modules of the front end and wings among them", len(foreign), 0),
         ("imports of wings in the core", len(wrong), 0),
         ("circles inside rooms", len(circles()), 0),
