@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from saesteer.planning import answers
+from saesteer.planning import figures
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -18,6 +18,6 @@ def test_many_numbers_are_rounded_as_text_is(seed: int) -> None:
     special = np.array([0.0, -0.0, math.inf, -math.inf, 9999999.5])
     numbers = np.concatenate([found, halves, tens, *near, -tens, special]).astype("<f4")
     one_by_one = [float(f"{number:.7g}") for number in numbers.tolist()]
-    assert list(map(str, answers._floats(numbers.tobytes()))) == list(map(str, one_by_one))
-    assert answers._floats(numbers[:7].tobytes()) == one_by_one[:7]
-    assert all(map(math.isnan, answers._floats(np.full(100, np.nan, "<f4").tobytes())))
+    assert list(map(str, figures.floats(numbers.tobytes()))) == list(map(str, one_by_one))
+    assert figures.floats(numbers[:7].tobytes()) == one_by_one[:7]
+    assert all(map(math.isnan, figures.floats(np.full(100, np.nan, "<f4").tobytes())))

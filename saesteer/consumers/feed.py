@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from saesteer.consumers.consumer import SIZES, Array, Request, Rows
 from saesteer.consumers.runner import Runner, Ticket
-from saesteer.planning.answers import Reported, apart, score
+from saesteer.planning.answers import Reported
 from saesteer.planning.answers import Rows as Answer
+from saesteer.planning.figures import apart, score
 from saesteer.planning.plan import END
 
 Tokens = Callable[[int, int], Sequence[int]]  # the ids of the tokens at positions [lo, hi)

@@ -33,7 +33,7 @@ from saesteer.planning.plan import (
     Readout,
     Whole,
 )
-from saesteer.planning.readouts import together, watched_together
+from saesteer.planning.together import together, watched_together
 
 _FLOAT = Struct("<f").pack
 _LINE = Struct("<9i7f2i").pack  # makes one line; many times as fast as numpy for a few lines

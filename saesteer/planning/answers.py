@@ -19,19 +19,16 @@ from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import Function, numbers_of
 from saesteer.language.sites import parse
+from saesteer.planning.figures import SIZES, apart, floats, score, tensor
 from saesteer.planning.plan import END, Catalog, Readout
-from saesteer.planning.readouts import function_of, together
 from saesteer.planning.reductions import Piece, Pieces, is_by_message
+from saesteer.planning.together import function_of, together
 from saesteer.planning.windows import inside, of_part, rank
 
 # Kind of a readout → where answers have it.
 WORDS = {"features": "features", "probe": "probes", "activation": "activations", "hidden": "hidden"}
 
-_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of a number
-_MANY = 64  # numbers that are rounded together
 Taken = tuple[list[int], list[tuple[bytes, ...]]]  # positions, ascending, and the row of each, by array
-_BORDERS = np.array([float(f"1e{power}") for power in range(-5, 7)])  # between numbers of unlike powers of ten
-_TENS = 10.0 ** np.arange(13)
 
 
 class Spool(Protocol):
@@ -296,18 +293,18 @@ class _Kind:
         if self.readout.last:
             row = ([at for at in self.last if at < end] or [*self.last])[-1:]
             data = b"".join(self.last[at] for at in row)
-            return _tensor(row, data, self.dtype, [len(row)])
+            return tensor(row, data, self.dtype, [len(row)])
         found = self._reduction.whole(end)
         data = b"".join(one.numbers.tobytes() for one in found.values())
         if is_by_message(self.readout.reduce):
             spans, tokens = [[one.first, one.end] for one in found.values()], [one.tokens for one in found.values()]
-            return _tensor(spans, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
+            return tensor(spans, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
         span = [at for one in found.values() for at in (one.first, one.end)]
-        return _tensor(span, data, "float32", [len(found)]) | {"tokens": sum(one.tokens for one in found.values())}
+        return tensor(span, data, "float32", [len(found)]) | {"tokens": sum(one.tokens for one in found.values())}
 
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """The rows as the answer has them: a tensor."""
-        return _tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
+        return tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
 
 
 def _merged(taken: Sequence[Taken]) -> Taken:
@@ -316,30 +313,12 @@ def _merged(taken: Sequence[Taken]) -> Taken:
     return positions, [rows[at] for at in positions]
 
 
-def apart(data: bytes, rows: int, count: int) -> list[bytes]:
-    """What each of several readouts has of rows in which they stand side by side, equally wide."""
-    if count == 1 or not rows:
-        return [data] * count
-    # Whole rows as single elements: byte by byte it takes 15 times as long.
-    found = np.frombuffer(data, f"V{len(data) // (rows * count)}").reshape(rows, count)
-    return [found[:, at].tobytes() for at in range(count)]
-
-
-def score(numbers: NDArray[np.float32], function: Function) -> NDArray[np.float32]:
-    """What a probe's function makes of its products."""
-    if function == "linear":
-        return numbers
-    long = numbers.astype(np.float64)
-    found = np.tanh(long) if function == "tanh" else (1 + np.tanh(long / 2)) / 2  # no exp overflows
-    return found.astype(np.float32)
-
-
 class _Features(_Kind):
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """For each position its strongest features with their activations, and the named ones."""
         top_k, names = self.readout.top_k, [*map(str, self.readout.features)]
         features = np.frombuffer(b"".join(row[0] for row in rows), "<i4").tolist()
-        strengths, named = (_floats(b"".join(row[at] for row in rows)) for at in (1, 2))
+        strengths, named = (floats(b"".join(row[at] for row in rows)) for at in (1, 2))
         found = []
         for number, at in enumerate(positions):
             row: dict[str, Any] = {"position": at}
@@ -357,7 +336,7 @@ class _Probe(_Kind):
         """The scores at each position, those of each probe behind one another, as the probes' function has them."""
         found: NDArray[np.float32] = np.frombuffer(b"".join(data for (data,) in rows), "<f4")
         scores = score(found, self.function).reshape(len(positions), len(self.abouts))
-        return {"positions": positions, "scores": _floats(scores.T.tobytes())}
+        return {"positions": positions, "scores": floats(scores.T.tobytes())}
 
     def sent(self, content: dict[str, Any]) -> list[dict[str, Any]]:
         """An entry for each probe."""
@@ -395,7 +374,7 @@ class _Spooled(_Kind):
             return []
         first, last = of_part(self.readout.part, border)
         positions = sorted(at for at in self._places if first <= at < min(end, last))
-        width = self.spool.width // _SIZES[self.dtype] if positions and self.spool is not None else 0
+        width = self.spool.width // SIZES[self.dtype] if positions and self.spool is not None else 0
         content = {"positions": positions, "dtype": self.dtype, "shape": self.shape(len(positions), width)}
         return self.kept(content, [self._places[at] for at in positions])
 
@@ -406,24 +385,3 @@ def spooled(one: Reported) -> bool:
 
 
 _KINDS: Mapping[str, type[_Kind]] = {"features": _Features, "probe": _Probe, "activation": _Kind, "hidden": _Kind}
-
-
-def _tensor(positions: list[Any], data: bytes, dtype: str, rows: list[int]) -> dict[str, Any]:
-    width = len(data) // (_SIZES[dtype] * rows[0]) if rows[0] else 0
-    return {"positions": positions, "dtype": dtype, "shape": [rows[0], width], "data": data}
-
-
-def _floats(data: bytes) -> list[float]:
-    """As text would have them: of seven digits, as float32 has no more."""
-    numbers: NDArray[np.float64] = np.frombuffer(data, "<f4").astype(np.float64)
-    if len(numbers) < _MANY:
-        return [float(f"{number:.7g}") for number in numbers.tolist()]
-    # The same, 15 times as fast: where seven digits end 0 to 12 places behind the point, the product with a power of
-    # ten is exact, so it is rounded as text is, and the quotient of two exact numbers is what text would be read as.
-    sizes = np.abs(numbers)
-    usual = (sizes >= 1e-6) & (sizes < 1e7)
-    powers = _TENS[12 - np.searchsorted(_BORDERS, np.where(usual, sizes, 1.0), "right")]
-    found: list[float] = (np.rint(numbers * powers) / powers).tolist()
-    for at in np.flatnonzero(~usual & (sizes != 0)).tolist():
-        found[at] = float(f"{numbers[at]:.7g}")
-    return found

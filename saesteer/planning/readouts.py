@@ -7,10 +7,8 @@ nothing, so they are in no key of the KV cache.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
-from saesteer.dictionaries.vectors import Function
 from saesteer.language import sites
 from saesteer.language.edits import Scope
 from saesteer.language.fields import closest, fail, listing, step
@@ -55,51 +53,6 @@ def readouts(
     _refuse_twice(found)
     _check_consumers(returns, catalog, f"{at}.consumers", reads=bool(found))
     return tuple(found)
-
-
-def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Readout, ...]]:
-    """The read-outs whose rows travel as one: neighbours in ``return`` that differ in nothing but their site, or probe.
-
-    A request that reads all layers has one row for each position then, not one for each layer, and the products of all
-    its probes are made together. The sites of one read stay together, and alone.
-
-    Args:
-        found: the read-outs of a request.
-        catalog: the catalog that they were planned with: tensors of another width or pipeline stage travel alone.
-    """
-
-    def alike(one: Readout) -> object:
-        if one.site is None or one.kind not in ("activation", "probe"):
-            return one
-        where = catalog.width_at(one.site), catalog.stage_of(one.site), one.whole and one.field
-        if one.kind == "probe":
-            same = replace(one, field="", site=None, op=None, probe=None)
-            return where, function_of(one, catalog), same
-        return where, one.field == CAPTURE, replace(one, field="", site=None, op=None)
-
-    for _, several in groupby(found, alike):
-        yield tuple(several)
-
-
-def watched_together(plan: Plan) -> Iterator[tuple[tuple[Readout, ...], tuple[int, ...]]]:
-    """What the rules of a plan watch at the same positions of a tensor: features of a dictionary as one read-out that
-    names them all, probes side by side; and for each name its number among ``plan.measures``."""
-    found: dict[Readout, list[int]] = {}
-    for number, one in enumerate(plan.measures):
-        found.setdefault(replace(one, field="", features=(), probe=None), []).append(number)
-    for numbers in found.values():
-        first, *others = [plan.measures[number] for number in numbers]
-        if first.kind == "features":
-            named = (feature for one in (first, *others) for feature in one.features)
-            yield (replace(first, features=tuple(named)),), tuple(numbers)
-        else:
-            yield (first, *others), tuple(numbers)
-
-
-def function_of(one: Readout, catalog: Catalog) -> Function:
-    """What becomes of a probe's products."""
-    name = None if one.probe is None else one.probe.vector
-    return catalog.vectors[name].function if isinstance(name, str) else "linear"
 
 
 def captures(sites_: Sequence[str], plan: Plan, catalog: Catalog) -> tuple[Readout, ...]:
@@ -198,20 +151,20 @@ def in_answers(one: Readout) -> int:
     return _IN_ANSWERS.get(one.kind, 1)
 
 
-def refuse_above(limit: int, size: int, at: str = "saesteer.return", how: str = "inline") -> None:
+def refuse_above(limit: int, size: int, at: str = "saesteer.return", how: str = "") -> None:
     """Refuse a request that may read or watch more bytes than the server takes.
 
     Args:
         limit: bytes for one request.
         size: what the request declares.
         at: path of what declares them.
-        how: they come.
+        how: words behind the bytes.
 
     Raises:
         SpecError: it declares more.
     """
     if size > limit:
-        message = f"may read {size} bytes {how}, expected at most {limit}: read or watch fewer tokens, or reduce them"
+        message = f"may read {size} bytes{how}, expected at most {limit}: read or watch fewer tokens, or reduce them"
         fail(at, "too_large", f"{message}; the server takes more when started with --max-read-mib")
 
 

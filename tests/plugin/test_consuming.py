@@ -20,7 +20,8 @@ from saesteer.errors import SpecError
 from saesteer.language import spec as language
 from saesteer.language.fields import fail
 from saesteer.planning.plan import Catalog
-from saesteer.planning.readouts import captures, together
+from saesteer.planning.readouts import captures
+from saesteer.planning.together import together
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.frontend import _settled
 from saesteer.plugin.results import consuming
@@ -88,7 +89,7 @@ def state(report: Any, queue: Any = None) -> Any:
     made = SimpleNamespace(external_req_id="a", request_id="a-1", parent_req=None, request_index=0, queue=queue)
     made.prompt_token_ids, made.prompt_len = [token(at) for at in range(PROMPT)], PROMPT
     made.detokenizer, made.saesteer = detokenizer, report.of_choice()
-    made.saesteer.feed = report.wanted.feed(made)
+    made.saesteer.feed = report.wanted.feed(made, made.saesteer.read)
     return made
 
 

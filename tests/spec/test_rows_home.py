@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from saesteer.errors import SpecError
 from saesteer.planning.plan import END, Readout
-from saesteer.planning.readouts import declared, first_recomputed, refuse_above, together
+from saesteer.planning.readouts import declared, first_recomputed, refuse_above
+from saesteer.planning.together import together
 from tests.spec.plans import P
 from tests.spec.reads import CATALOG, KEPT, features, planned
 

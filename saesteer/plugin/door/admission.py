@@ -234,7 +234,7 @@ class Door:
         files = sum(size * sites for one, size, sites in sizes if not one.readout.inline)
         at, limit = "saesteer.return" if readouts else measures[0].field, self.config.max_read_mib << 20
         refuse_above(limit, bodies * choices, at)
-        refuse_above(_FILES * limit, (bodies + files) * choices, at, "by handle")
+        refuse_above(_FILES * limit, (bodies + files) * choices, at, ", those by handle included")
         kept: list[Layout] = []
         for one, size, sites in sizes:
             if not one.readout.inline:
