@@ -22,6 +22,10 @@ _TRANSFORMER_LENS = {
     "mlp.hook_post": "mlp_hidden",
     "hook_mlp_out": "mlp_out",
     "mlp.hook_out": "mlp_out_raw",
+    # TransformerBridge's names, for places that have one above already
+    "hook_in": "resid_pre",
+    "ln2.hook_in": "resid_mid",
+    "hook_out": "resid_post",
 }
 # Hugging Face modules: [model.]layers.{L}.NAME. Without the outputs of post_attention_layernorm and mlp, since
 # they are different tensors in Llama and in Gemma.
@@ -113,13 +117,13 @@ def from_hugging_face(name: str) -> str | None:
     return _site(r"(?:.*\.)?layers\.(\d+)\.(.+)", _HUGGING_FACE, name)
 
 
-def from_module_output(name: str, model: str) -> str | None:
-    """The site at the output of the module ``layers.20`` or ``h.3.mlp``; None for a module that has no site.
+def from_module_output(name: str, model: str | None) -> str | None:
+    """The site at the output of ``layers.20``, ``transformer.h.3.mlp`` and the like; None for a module without a site.
 
     Args:
         model: its name, or a path that may hold it.
     """
-    match = re.fullmatch(r"(?:layers|h)\.(\d+)(?:\.(\w+))?", name)
+    match = re.fullmatch(r"(?:.+\.)?(?:layers|h)\.(\d+)(?:\.(\w+))?", name)
     return added(f"{_MODULES[match[2]]}.{int(match[1])}", model) if match and match[2] in _MODULES else None
 
 

@@ -21,6 +21,7 @@ from saesteer.loaders.files import both, read_json, section, text, whole_number,
 from saesteer.loaders.opening import open_arrays
 
 FILES = ("ae.pt", "config.json")
+_CHECKPOINT = re.compile(r"/checkpoints/ae_\d+\.pt$")  # its config stands with that of the final ae.pt
 _LINEAR = {"w_enc": "encoder.weight", "w_dec": "decoder.weight"}
 _BIASED = _LINEAR | {"b_enc": "encoder.bias"}
 _PLAIN = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
@@ -57,8 +58,10 @@ _CLASSES = {
 
 
 def draft(place: Path) -> Draft | None:
-    """The draft of a folder with both files, or of one of the two; None for other places. Raises LoadError."""
-    if (found := both(place, FILES)) is None:
+    """The draft of a folder with both files, of one of them or of a checkpoint; None for other places; or LoadError."""
+    later = _CHECKPOINT.search(place.as_posix()) and (place, place.parents[1] / FILES[1])
+    found = later if later and later[1].is_file() else both(place, FILES)
+    if found is None:
         return None
     file, config = found
     cfg = read_json(config)

@@ -209,7 +209,8 @@ def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:
 def _named(file: Path, about: dict[str, Any], side: str = "") -> str | None:
     """The site that is read, or with the side ``_out`` the one that is written, by both names that it may have."""
     name, hf_name = text(file, about, f"hook_name{side}"), text(file, about, f"hf_hook_name{side}")
-    site = aliases.from_transformer_lens(name) if name else None
+    model = text(file, about, "model_name")  # of a class of Transformers, hooks are named by the module
+    site = aliases.from_transformer_lens(name) or aliases.from_module_output(name, model) if name else None
     hf_site = aliases.from_hugging_face(hf_name) if hf_name else None
     if site and hf_site and site != hf_site:
         raise wrong(file, f"hf_hook_name{side}", f"{hf_name} is {hf_site}, hook_name {name} is {site}", "one place")

@@ -1,6 +1,7 @@
 """Files of dictionary_learning and what they mean: seven classes, whose names alone say which formula holds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def config(dict_class: str, **trainer: Any) -> dict[str, Any]:
 def write(folder: Path, arrays: dict[str, Any], cfg: dict[str, Any]) -> Path:
     writers.config(folder / "config.json", cfg)
     return writers.torch_file(folder / "ae.pt", arrays).parent
+
+
+def checkpoint(folder: Path) -> Path:
+    """As training writes it: one of several, below the folder with the config."""
+    place = write(folder, TOP_K, config("BatchTopKSAE"))
+    (place / "checkpoints").mkdir()
+    return (place / "ae.pt").rename(place / "checkpoints" / "ae_1000.pt")
 
 
 def cases() -> list[Case]:
@@ -90,6 +98,7 @@ def cases() -> list[Case]:
     entered["buffer"] |= {"io": "in"}
     return [
         *map(case, FILES),
+        replace(case("BatchTopKSAE"), name="dictionary_learning-checkpoint", write=checkpoint),
         case("BatchTopKSAE", "-never-set", TOP_K | {"threshold": NEVER}),
         case("MatryoshkaBatchTopKSAE", "-never-set", FILES["MatryoshkaBatchTopKSAE"] | {"threshold": NEVER}),
         case("AutoEncoder", "-by-folder", cfg=no_name, place="resid_post_layer_3/trainer_0", site="resid_post.3"),

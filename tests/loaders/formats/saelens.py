@@ -103,6 +103,10 @@ def cases() -> list[Case]:
         "model_from_pretrained_kwargs": dict.fromkeys(CHANGING, True)
     }  # none of which changes the stream
     add("v6-options", cfg, plain, kind="relu")
+    hooks = {"model.layers.4": "resid_post.4", "transformer.h.3": "resid_post.3", "blocks.3.hook_in": "resid_pre.3"}
+    hooks |= {"model.layers.2.mlp": "mlp_out.2", "blocks.5.hook_out": "resid_post.5"}
+    for name, site in hooks.items():
+        add(f"v6-{name}", v6("standard", hook=name), plain, kind="relu", facts={"site_in": site})
     for name, said in {"true": True, "ids": [0, 2]}.items():
         cfg = v6("standard")
         cfg["metadata"] |= {"seqpos_slice": [5, None], "exclude_special_tokens": said}
