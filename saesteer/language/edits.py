@@ -96,8 +96,13 @@ class Scope(Record):
     skip_first: int | None = may(integer(0, INT32_MAX - 1))
     messages: tuple[Message, ...] | None = may(messages)
     part: Part | None = may(one_of("reasoning", "answer"))
+    response: bool = may(flag, False)  # the last token of the prompt and all generated ones
 
     def _whole(self, at: str) -> None:
+        others = {"prompt": self.prompt, "generated": self.generated, "part": self.part, "messages": self.messages}
+        if self.response and (beside := [name for name, one in others.items() if one is not None]):
+            found = "names the last token of the prompt and all generated ones"
+            fail(f"{at}.response", "conflict", f"{found}, expected it without {beside[0]}")
         if self.part is not None and (self.prompt or self.generated is False or self.messages is not None):
             fail(f"{at}.part", "conflict", "names generated tokens, expected no messages and no other flag")
         if self.prompt is False and self.generated is False:

@@ -18,8 +18,7 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
     negation of the given one; without both, all positions count. The token at position p is edited while it is
     computed, and the token sampled from it stands at p + 1. So ``generated`` does not change the first generated token,
     which is sampled from the last prompt token, at ``prompt_len − 1``; the first token that it changes is the second
-    generated one. To steer the first as well, clamp a second time with ``positions: [[-1, null]]``: the windows do not
-    overlap.
+    generated one. ``response`` stands for the last prompt token and all generated ones, and so changes the first.
 
     ``positions`` is intersected with the flags. A negative position counts from the end of the prompt, as in a slice: a
     position before the start of the prompt means its start. A null end is open after a start that is not negative, and
@@ -41,7 +40,7 @@ def windows(scope: Scope, prompt_len: int, skip_first: int = 1) -> tuple[Window,
         spans = [_resolve(start, end, prompt_len) for start, end in scope.positions]
     prompt = scope.prompt if scope.prompt is not None else not (scope.generated or scope.part)
     generated = scope.generated if scope.generated is not None else not scope.prompt
-    low = max(scope.skip_first or 0, 0 if prompt else prompt_len)
+    low = max(scope.skip_first or 0, prompt_len - 1 if scope.response else 0 if prompt else prompt_len)
     high = END if generated else prompt_len
     merged: list[Window] = []
     for start, end in sorted((max(start, low), min(end, high)) for start, end in spans):
@@ -82,7 +81,7 @@ def of_part(part: Part | None, border: int) -> Window:
 
 def is_relative(scope: Scope) -> bool:
     """Whether the windows of a scope depend on the length of the prompt."""
-    flags = scope.prompt is not None or scope.generated is not None or scope.part is not None
+    flags = scope.prompt is not None or scope.generated is not None or scope.part is not None or scope.response
     return flags or any(start < 0 or (end is not None and end < 0) for start, end in scope.positions or ())
 
 

@@ -1,30 +1,31 @@
 """Scopes around the border of a prompt, which positions one holds by the fine print, and windows."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from saesteer.language.edits import Scope
 from saesteer.planning.plan import END, Window
 
 near = st.integers(-25, 45)
-near_scopes = st.builds(
-    Scope,
-    prompt=st.none() | st.booleans(),
-    generated=st.none() | st.just(True),
-    positions=st.none()
-    | st.lists(
-        st.tuples(near, st.none() | near).filter(
-            lambda s: s[1] is None or (s[1] != 0 and ((s[0] < 0) != (s[1] < 0) or s[0] < s[1]))
-        ),
-        min_size=1,
-        max_size=4,
-    ).map(tuple),
-    skip_first=st.none() | st.integers(0, 30),
-)
+near_positions = st.none() | st.lists(
+    st.tuples(near, st.none() | near).filter(
+        lambda s: s[1] is None or (s[1] != 0 and ((s[0] < 0) != (s[1] < 0) or s[0] < s[1]))
+    ),
+    min_size=1,
+    max_size=4,
+).map(tuple)
+_rest = {"positions": near_positions, "skip_first": st.none() | st.integers(0, 30)}
+near_scopes = st.builds(Scope, prompt=st.none() | st.booleans(), generated=st.none() | st.just(True), **_rest)
+near_scopes |= st.builds(Scope, response=st.just(True), **_rest)
 
 
 def holds(scope: Scope, p: int, prompt_len: int, format_skips: int) -> bool:
     """The fine print for one position; shares nothing with the plan."""
     in_prompt = p < prompt_len
+    if scope.response:
+        scope = replace(scope, response=False)
+        return p >= prompt_len - 1 and holds(scope, p, prompt_len, format_skips)
     wanted = scope.prompt if in_prompt else scope.generated
     if wanted is None:
         other = scope.generated if in_prompt else scope.prompt

@@ -106,6 +106,10 @@ WRONG: list[tuple[str, str, str, Any]] = [
     ("positions-none", ".scope.positions", "empty_scope", {**CLAMP, "scope": {"positions": []}}),
     ("positions-flat", ".scope.positions[0]", "wrong_type", {**CLAMP, "scope": {"positions": [1, 2]}}),
     ("positions-three", ".scope.positions[0]", "wrong_type", {**CLAMP, "scope": {"positions": [[1, 2, 3]]}}),
+    *(
+        (f"response-{name}", ".scope.response", "conflict", {**CLAMP, "scope": {"response": True, name: one}})
+        for name, one in (("prompt", False), ("generated", True), ("part", "answer"), ("messages", "user"))
+    ),
     ("positions-float", ".scope.positions[1][0]", "wrong_type", {**CLAMP, "scope": {"positions": [[1, 2], [1.5, 2]]}}),
     ("positions-null-start", ".scope.positions[0][0]", "wrong_type", {**CLAMP, "scope": {"positions": [[None, 2]]}}),
     ("positions-empty", ".scope.positions[0]", "empty_scope", {**CLAMP, "scope": {"positions": [[3, 3]]}}),
