@@ -109,6 +109,7 @@ def run_tests(folder: Path, *words: str) -> None:
 @in_clone
 def test_tests_of_the_archive_run(unpacked: Path) -> None:
     assert not list((unpacked / "saesteer/data").glob("*.safetensors"))
+    assert (unpacked / "saesteer/kernels").readlink() == Path("../kernels")
     run_tests(
         unpacked, "tests/spec/test_sites.py", "tests/cli/test_labels.py::test_known_features_are_among_the_first_three"
     )
