@@ -54,7 +54,7 @@ def test_edits_do_what_neuronpedias_server_does(
     method: shapes.Method, multiplier: float, normalize: bool, given_: list[Any], start: Any
 ) -> None:
     given = [Steered(site, strength, vector, "vectors[0]") for site, strength, vector in given_]
-    scope = meaning.everywhere()
+    scope = meaning.EVERYWHERE
     edits = meaning.edits_of(given, request(method, multiplier, normalize=normalize), scope)
     spec = meaning.spec_of("STEERED", edits)
     plan(from_json(spec), Catalog({}, frozenset(SITES), 4096, width=WIDTH, inline_rows=64), 4)

@@ -15,18 +15,6 @@ class SingleOf(Shape):
     hook: StrictStr | None = None
 
 
-class SingleRequest(SingleOf):
-    """One prompt."""
-
-    prompt: StrictStr
-
-
-class SingleBatchRequest(SingleOf):
-    """Several prompts."""
-
-    prompts: list[StrictStr]
-
-
 class Values(Shape):
     """A value for each token, and the largest."""
 
@@ -43,12 +31,6 @@ class SingleResponse(Shape):
     tokens_is_special: list[bool]
 
 
-class SingleBatchResponse(Shape):
-    """One result for each prompt."""
-
-    results: list[SingleResponse]
-
-
 class AllOf(Shape):
     """The strongest features of all sources of a set, or of those that are selected."""
 
@@ -58,18 +40,6 @@ class AllOf(Shape):
     sort_by_token_indexes: list[StrictInt]
     ignore_bos: StrictBool
     num_results: StrictInt | None = 25
-
-
-class AllRequest(AllOf):
-    """One prompt."""
-
-    prompt: StrictStr
-
-
-class AllBatchRequest(AllOf):
-    """Several prompts."""
-
-    prompts: list[StrictStr]
 
 
 class AllFeature(Values):
@@ -87,12 +57,6 @@ class AllResponse(Shape):
     tokens: list[str]
 
 
-class AllBatchResponse(Shape):
-    """One result for each prompt."""
-
-    results: list[AllResponse]
-
-
 class TopkOf(Shape):
     """The strongest features of each token."""
 
@@ -100,18 +64,6 @@ class TopkOf(Shape):
     source: StrictStr
     top_k: StrictInt | None = None
     ignore_bos: StrictBool
-
-
-class TopkRequest(TopkOf):
-    """One prompt."""
-
-    prompt: StrictStr
-
-
-class TopkBatchRequest(TopkOf):
-    """Several prompts."""
-
-    prompts: list[StrictStr]
 
 
 class TopkFeature(Shape):
@@ -137,12 +89,6 @@ class TopkResponse(Shape):
     tokens: list[str]
 
 
-class TopkBatchResponse(Shape):
-    """One result for each prompt."""
-
-    results: list[TopkResponse]
-
-
 class SourceRequest(Shape):
     """All active features of prompts."""
 
@@ -156,12 +102,6 @@ class SourceResult(Shape):
 
     tokens: list[str]
     active_features: dict[str, list[tuple[int, float]]]
-
-
-class SourceResponse(Shape):
-    """One result for each prompt."""
-
-    results: list[SourceResult]
 
 
 class RawRequest(Shape):

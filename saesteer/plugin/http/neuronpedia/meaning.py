@@ -28,6 +28,7 @@ from saesteer.plugin.http.neuronpedia.shapes import Steer, Type
 Vector = NDArray[np.float32]
 Json = dict[str, Any]
 INT64 = 2.0**63
+EVERYWHERE: Json = {"positions": [[0, None]]}  # all tokens, the first as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,17 @@ def edits_of(given: Sequence[Steered], asked: Steer, scope: Json) -> list[Json]:
     """
     if not given:
         fail("features", "missing_field", "is empty, expected something to steer with, or DEFAULT as the only type")
-    if asked.steer_method != "SIMPLE_ADDITIVE":
-        return [_along(one, asked, scope) for one in given]
+    if asked.steer_method != "SIMPLE_ADDITIVE":  # along the vector
+        found = []
+        for one in given:
+            c = one.strength * asked.strength_multiplier
+            op: Json = (
+                {"op": "cap", "max": c}
+                if asked.steer_method == "PROJECTION_CAP"
+                else {"op": "ablate", "strength": 1 - c}
+            )
+            found.append({**op, "vector": inline(one.vector), "site": one.site, "scope": scope})
+        return found
     sums: dict[str, NDArray[np.float64]] = {}
     for one in given:
         length = _length(one.vector, one.at) if asked.normalize_steering else 1.0
@@ -158,15 +168,6 @@ def edits_of(given: Sequence[Steered], asked: Steer, scope: Json) -> list[Json]:
     # A sum of 0 changes nothing, and has no direction.
     held = {site: one for site, one in sums.items() if one.any()}
     return [{"op": "add", "vector": inline(one), "site": site, "scope": scope} for site, one in held.items()]
-
-
-def _along(one: Steered, asked: Steer, scope: Json) -> Json:
-    """An edit of the projection on a vector."""
-    c = one.strength * asked.strength_multiplier
-    common = {"vector": inline(one.vector), "site": one.site, "scope": scope}
-    if asked.steer_method == "ORTHOGONAL_DECOMP":
-        return {"op": "ablate", "strength": 1 - c, **common}
-    return {"op": "cap", "max": c, **common}
 
 
 def _length(vector: Vector, at: str) -> float:
@@ -191,11 +192,6 @@ def inline(vector: NDArray[Any]) -> Json:
     with np.errstate(over="ignore"):
         data = vector.astype("<f4").tobytes()
     return {"dtype": "float32", "shape": [len(vector)], "data": b64encode(data).decode()}
-
-
-def everywhere() -> Json:
-    """All tokens, the first as well."""
-    return {"positions": [[0, None]]}
 
 
 def but_special(prompt: Prompt) -> Json:

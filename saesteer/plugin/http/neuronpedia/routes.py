@@ -12,6 +12,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import StrictStr, create_model
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.decoders import Decoders, hook_of_site
@@ -183,48 +184,36 @@ async def _each(made: Callable[[Host, Any, str], Awaitable[T]], host: Host, aske
             task.cancel()
 
 
-@router.post("/v1/activation/single", summary="A feature at each token", **_LEAN)
-async def single(host: _Host, asked: activation_shapes.SingleRequest) -> activation_shapes.SingleResponse:
-    """Of a source, or a vector of the client's."""
-    return await activations.single(host, asked, asked.prompt)
+def _add(path: str, made: Callable[..., Awaitable[Any]], of: type[shapes.Shape], answer: Any, summary: str) -> None:
+    """Add a route for one prompt and one for several."""
+    name = f"Activation{path.title().replace('-', '')}"
+    alone: Any = create_model(f"{name}Request", __base__=of, prompt=(StrictStr, ...))
+    several: Any = create_model(f"{name}BatchRequest", __base__=of, prompts=(list[StrictStr], ...))
+
+    @router.post(f"/v1/activation/{path}", summary=f"{summary} of a text", **_LEAN)
+    async def one(host: _Host, asked: alone) -> answer:
+        return await made(host, asked, asked.prompt)
+
+    @router.post(f"/v1/activation/{path}-batch", summary=f"{summary} of several texts", **_LEAN)
+    async def batch(host: _Host, asked: several) -> shapes.Results[answer]:
+        return shapes.Results(results=await _each(made, host, asked))
 
 
-@router.post("/v1/activation/single-batch", summary="A feature at each token of several prompts", **_LEAN)
-async def single_batch(
-    host: _Host, asked: activation_shapes.SingleBatchRequest
-) -> activation_shapes.SingleBatchResponse:
-    """As of one prompt."""
-    return activation_shapes.SingleBatchResponse(results=await _each(activations.single, host, asked))
-
-
-@router.post("/v1/activation/all", summary="The strongest features of a text", **_LEAN)
-async def strongest(host: _Host, asked: activation_shapes.AllRequest) -> activation_shapes.AllResponse:
-    """Over all sources of a set."""
-    return await activations.strongest(host, asked, asked.prompt)
-
-
-@router.post("/v1/activation/all-batch", summary="The strongest features of several texts", **_LEAN)
-async def strongest_batch(host: _Host, asked: activation_shapes.AllBatchRequest) -> activation_shapes.AllBatchResponse:
-    """As of one prompt."""
-    return activation_shapes.AllBatchResponse(results=await _each(activations.strongest, host, asked))
-
-
-@router.post("/v1/activation/topk-by-token", summary="The strongest features of each token", **_LEAN)
-async def by_token(host: _Host, asked: activation_shapes.TopkRequest) -> activation_shapes.TopkResponse:
-    """Of one source."""
-    return await activations.by_token(host, asked, asked.prompt)
-
-
-@router.post("/v1/activation/topk-by-token-batch", summary="The strongest features of each token of prompts", **_LEAN)
-async def by_token_batch(host: _Host, asked: activation_shapes.TopkBatchRequest) -> activation_shapes.TopkBatchResponse:
-    """As of one prompt."""
-    return activation_shapes.TopkBatchResponse(results=await _each(activations.by_token, host, asked))
+_add("single", activations.single, activation_shapes.SingleOf, activation_shapes.SingleResponse, "A feature's values")
+_add("all", activations.strongest, activation_shapes.AllOf, activation_shapes.AllResponse, "The strongest features")
+_add(
+    "topk-by-token",
+    activations.by_token,
+    activation_shapes.TopkOf,
+    activation_shapes.TopkResponse,
+    "The strongest features at each token",
+)
 
 
 @router.post("/v1/activation/source", summary="All active features of texts", **_LEAN)
-async def source(host: _Host, asked: activation_shapes.SourceRequest) -> activation_shapes.SourceResponse:
+async def source(host: _Host, asked: activation_shapes.SourceRequest) -> shapes.Results[activation_shapes.SourceResult]:
     """Of one source."""
-    return activation_shapes.SourceResponse(results=await _each(activations.active, host, asked))
+    return shapes.Results(results=await _each(activations.active, host, asked))
 
 
 @router.post("/v1/activation/raw", summary="The stream at the last token of texts", **_LEAN)
@@ -244,7 +233,7 @@ async def raw(host: _Host, asked: activation_shapes.RawRequest) -> activation_sh
 
 
 @router.post("/v1/util/sae-vector", summary="The decoder row of a feature", **_LEAN)
-async def sae_vector(host: _Host, asked: shapes.VectorRequest) -> shapes.VectorResponse:
+async def sae_vector(host: _Host, asked: shapes.FeatureName) -> shapes.VectorResponse:
     """And the hook where it is added."""
     place = place_of(host.catalog, asked.source, asked.model)
     [row] = await host.rows_of(place, {"feature": asked.index})

@@ -4,7 +4,7 @@ Field names are camelCase on the wire. A number that is not finite is refused, a
 leaves out are absent, not null.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from pydantic.alias_generators import to_camel
@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_camel
 Type = Literal["STEERED", "DEFAULT"]
 Method = Literal["SIMPLE_ADDITIVE", "ORTHOGONAL_DECOMP", "PROJECTION_CAP"]
 Row = list[StrictFloat]
+T = TypeVar("T")
 _MOST = 256  # features or vectors of one request
 _Distinct = AfterValidator(lambda given: [*dict.fromkeys(given)])
 
@@ -22,6 +23,12 @@ class Shape(BaseModel):
     model_config = ConfigDict(
         alias_generator=to_camel, populate_by_name=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+
+class Results(Shape, Generic[T]):
+    """One result for each prompt."""
+
+    results: list[T]
 
 
 class Failure(BaseModel):
@@ -149,10 +156,6 @@ class TokenizeResponse(Shape):
     tokens: list[int]
     token_strings: list[str]
     prepend_bos: bool
-
-
-class VectorRequest(FeatureName):
-    """A feature."""
 
 
 class VectorResponse(Shape):

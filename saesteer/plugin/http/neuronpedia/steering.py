@@ -12,6 +12,7 @@ from saesteer.language.fields import fail, show
 from saesteer.plugin.http.neuronpedia import shapes
 from saesteer.plugin.http.neuronpedia.host import Host
 from saesteer.plugin.http.neuronpedia.meaning import (
+    EVERYWHERE,
     Json,
     Place,
     Prompt,
@@ -19,7 +20,6 @@ from saesteer.plugin.http.neuronpedia.meaning import (
     but_special,
     check_finite,
     edits_of,
-    everywhere,
     place_of,
     sampling,
     spec_of,
@@ -49,7 +49,7 @@ async def completion(host: Host, asked: shapes.SteerCompletionRequest) -> Answer
         outputs = [shapes.SteerOutput(type=kind, output=one.text, logprobs=one.logprobs) for kind, one in found]
         return shapes.SteerCompletionResponse(outputs=outputs)
 
-    return _answers(host, asked, prompt, everywhere(), answer, plain=True)
+    return _answers(host, asked, prompt, EVERYWHERE, answer, plain=True)
 
 
 async def chat(host: Host, asked: shapes.SteerCompletionChatRequest) -> Answers:
@@ -74,7 +74,7 @@ async def chat(host: Host, asked: shapes.SteerCompletionChatRequest) -> Answers:
             )
         return shapes.SteerCompletionChatResponse(outputs=outputs, input=given)
 
-    scope = everywhere() if asked.steer_special_tokens else but_special(prompt)
+    scope = EVERYWHERE if asked.steer_special_tokens else but_special(prompt)
     return _answers(host, asked, prompt, scope, answer, plain=False)
 
 
