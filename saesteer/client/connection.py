@@ -42,20 +42,16 @@ class Connection(Generic[H]):
         Raises:
             ConfigError: the URL is none.
         """
-        self._http: H = self._KIND(**_options(base_url, api_key, timeout), transport=transport)
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url is {base_url!r}, expected http://HOST:PORT")
+        base = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/"
+        self._http: H = self._KIND(base_url=base, headers=_bearer(api_key), timeout=timeout, transport=transport)
         self._model = model
         self._admin = _bearer(admin_key)
 
     def _steered(self, body: Mapping[str, Any]) -> str | None:
         """The URL that a body with a spec is sent to; None if the body has no spec."""
         return str(self._http.base_url) if KEY in body or KEY in (body.get("vllm_xargs") or ()) else None
-
-
-def _options(base_url: str, api_key: str | None, timeout: float | httpx.Timeout) -> dict[str, Any]:
-    if not base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"base_url is {base_url!r}, expected http://HOST:PORT")
-    base = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/"
-    return {"base_url": base, "headers": _bearer(api_key), "timeout": timeout}
 
 
 def _bearer(key: str | None) -> dict[str, str]:

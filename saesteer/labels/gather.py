@@ -48,29 +48,26 @@ class Gathered:
         self.tokens = 0
         self.counts = torch.zeros(features, dtype=torch.int64)
         self.max_act = torch.zeros(features)
-        self._best = torch.zeros(features, most)  # without their signs
-        self._signs = torch.ones(features, most)
+        self._best = torch.zeros(features, most)
         self._where = torch.zeros(features, most, 2, dtype=torch.int64)  # text, position
 
     def add(self, text: int, active: Active) -> None:
         """Count a text."""
         self.tokens += active.tokens
         self.counts += torch.bincount(active.rows, minlength=len(self.counts))
-        sizes = active.values.abs()
+        sizes, items = active.values.abs(), torch.arange(len(active.rows))
         best = torch.zeros_like(self.max_act).scatter_reduce_(0, active.rows, sizes, "amax")
         self.max_act = torch.maximum(self.max_act, best)
         top = sizes == best[active.rows]
-        at = torch.full_like(self.counts, 1 << 32)
-        at.scatter_reduce_(0, active.rows[top], active.positions[top], "amin")
-        here = torch.stack([torch.full_like(at, text), at], -1)
-        first = top & (active.positions == at[active.rows])
-        signs = torch.ones_like(best)
-        signs[active.rows[first]] = active.values[first].sign()
+        # Of each row the first of its largest values: items are in the order of their positions.
+        first = torch.full_like(self.counts, len(items)).scatter_reduce_(0, active.rows[top], items[top], "amin")
+        seen = first < len(items)
+        here = torch.full((len(best), 2), text)
+        best[seen], here[seen, 1] = active.values[first[seen]], active.positions[first[seen]]
         # The earlier of equal values comes first: sort is stable, topk is not.
-        best, order = torch.cat([self._best, best[:, None]], 1).sort(dim=-1, descending=True, stable=True)
-        where = torch.cat([self._where, here[:, None]], 1).gather(1, order[..., None].expand(-1, -1, 2))
-        signs = torch.cat([self._signs, signs[:, None]], 1).gather(1, order)
-        self._best, self._where, self._signs = best[:, :-1], where[:, :-1], signs[:, :-1]
+        values, where = torch.cat([self._best, best[:, None]], 1), torch.cat([self._where, here[:, None]], 1)
+        order = values.abs().argsort(dim=-1, descending=True, stable=True)[:, :-1]
+        self._best, self._where = values.gather(1, order), where.gather(1, order[..., None].expand(-1, -1, 2))
 
     def density(self, row: int) -> float:
         """The fraction of the tokens on which a feature was active."""
@@ -83,5 +80,5 @@ class Gathered:
             row: of the dictionary.
             spans: first character and the one after the last of each token of each text.
         """
-        places = zip((self._best[row] * self._signs[row]).tolist(), self._where[row].tolist(), strict=True)
+        places = zip(self._best[row].tolist(), self._where[row].tolist(), strict=True)
         return tuple(Spot(value, text, *spans[text][at]) for value, (text, at) in places if value)

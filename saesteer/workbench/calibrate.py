@@ -4,18 +4,15 @@ Asks the Transformers backend; does not know vLLM. ``saesteer.loaders.max_act`` 
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.sets import opened
 from saesteer.errors import ConfigError
-from saesteer.labels.gather import Active
+from saesteer.labels.gather import Gathered
 from saesteer.loaders import alone, max_act
 from saesteer.loaders.files import fetch
 from saesteer.workbench.features import open_model
@@ -24,22 +21,9 @@ from saesteer.workbench.windows import need_tokens
 from saesteer.workbench.written import say
 
 
-@dataclass(slots=True, eq=False)
-class Measured:
-    """The largest activations of one dictionary so far."""
-
-    max_act: Tensor  # [F] float32, the largest |f|, in the dictionary's unit; 0 where a feature was never active
-    tokens: int = 0  # how many tokens counted
-
-    def add(self, active: Active) -> None:
-        """Count a window: its largest |activation| of each feature, since abstopk has signed ones."""
-        self.max_act.scatter_reduce_(0, active.rows, active.values.abs(), "amax")
-        self.tokens += active.tokens
-
-
 def run(
     console: Console, model: str, config: SaesteerConfig, file: Path, *, max_tokens: int = 100_000
-) -> dict[str, Measured]:
+) -> dict[str, Gathered]:
     """Measure every dictionary over a text file, save the results and print them.
 
     Args:
@@ -64,11 +48,11 @@ def run(
         asked = asked_of(oracle, names)
         windows = windows_of(oracle, text, max_tokens)
         need_tokens("the text", windows, [one.info for one in asked.values()])
-        found = {key: Measured(torch.zeros(one.info.features)) for key, one in asked.items()}
+        found = {key: Gathered(one.info.features, 0) for key, one in asked.items()}
         with reads("hf", model, oracle, asked, [Text(ids) for ids in windows]) as told:
-            for seen in track(told, "Reading", len(windows), console=console, transient=True):
+            for number, seen in enumerate(track(told, "Reading", len(windows), console=console, transient=True)):
                 for key, active in seen.items():
-                    found[key].add(active)
+                    found[key].add(number, active)
         for name, measured in found.items():
             site = asked[name].info.site_in
             place = max_act.write(paths[name], drafts[name], measured.max_act, tokens=measured.tokens, site=site)
@@ -76,7 +60,7 @@ def run(
         return found
 
 
-def _told(name: str, found: Measured) -> str:
+def _told(name: str, found: Gathered) -> str:
     active = found.max_act > 0
     seen = int(active.sum())
     never = len(found.max_act) - seen

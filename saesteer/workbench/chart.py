@@ -20,46 +20,36 @@ class Panel(NamedTuple):
 
 def chart(panels: Sequence[Panel]) -> str:
     """The picture; all panels have the same lines, and each its own scale."""
-    rows = -(-len(panels) // _ACROSS)
-    wide, high = _WIDE * min(_ACROSS, len(panels)), _HIGH * rows + 24
+    wide, high = _WIDE * min(_ACROSS, len(panels)), _HIGH * -(-len(panels) // _ACROSS) + 24
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}"'
-    style = ' font-family="sans-serif" font-size="10">\n'
-    return "".join([head, style, *_legend(panels), *_panels(panels), "</svg>\n"])
-
-
-def _legend(panels: Sequence[Panel]) -> Iterator[str]:
-    left = _LEFT
+    made, left = [head, ' font-family="sans-serif" font-size="10">\n'], _LEFT
     for name, colour in zip(panels[0].lines if panels else (), _COLOURS, strict=False):
-        yield f'<text x="{left}" y="14" fill="{colour}">{escape(name)}</text>\n'
+        made.append(f'<text x="{left}" y="14" fill="{colour}">{escape(name)}</text>\n')
         left += 14 + 6 * len(name)
-
-
-def _panels(panels: Sequence[Panel]) -> Iterator[str]:
     for number, panel in enumerate(panels):
         row, column = divmod(number, _ACROSS)
-        yield f'<g transform="translate({_WIDE * column},{24 + _HIGH * row})">\n'
-        yield from _panel(panel)
-        yield "</g>\n"
+        made += [f'<g transform="translate({_WIDE * column},{24 + _HIGH * row})">\n', *_panel(panel), "</g>\n"]
+    return "".join([*made, "</svg>\n"])
 
 
 def _panel(panel: Panel) -> Iterator[str]:
     doses = sorted({dose for line in panel.lines.values() for dose, _ in line})
     most = max([value for line in panel.lines.values() for _, value in line], default=0.0) or 1.0
-    wide, high = _WIDE - _LEFT - _RIGHT, _HIGH - _TOP - _BOTTOM
 
-    def at(dose: float, value: float) -> str:
-        return f"{_LEFT + wide * dose / (doses[-1] or 1.0):.1f},{_TOP + high * (1 - value / most):.1f}"
+    def x(dose: float) -> float:
+        return round(_LEFT + (_WIDE - _LEFT - _RIGHT) * dose / (doses[-1] or 1.0), 1)
+
+    def y(value: float) -> float:
+        return round(_TOP + (_HIGH - _TOP - _BOTTOM) * (1 - value / most), 1)
 
     yield f'<text x="{_LEFT}" y="{_TOP - 8}" font-weight="bold">{escape(panel.title[:44])}</text>\n'
-    yield f'<path d="M{at(0, most)} L{at(0, 0)} L{at(doses[-1], 0)}" fill="none" stroke="#444"/>\n'
+    yield f'<path d="M{x(0)},{y(most)} V{y(0)} H{x(doses[-1])}" fill="none" stroke="#444"/>\n'
     for value in (0.0, most):
-        x, y = at(0, value).split(",")
-        yield f'<text x="{float(x) - 4:.1f}" y="{float(y) + 4:.1f}" text-anchor="end">{value:.1%}</text>\n'
+        yield f'<text x="{x(0) - 4}" y="{y(value) + 4}" text-anchor="end">{value:.1%}</text>\n'
     for dose in doses:
-        x, y = at(dose, 0).split(",")
-        yield f'<text x="{x}" y="{float(y) + 13:.1f}" text-anchor="middle">{dose:g}</text>\n'
+        yield f'<text x="{x(dose)}" y="{y(0) + 13}" text-anchor="middle">{dose:g}</text>\n'
     if panel.mark is not None:
-        yield f'<path d="M{at(panel.mark, 0)} L{at(panel.mark, most)}" stroke="#444" stroke-dasharray="3 3"/>\n'
+        yield f'<path d="M{x(panel.mark)},{y(0)} V{y(most)}" stroke="#444" stroke-dasharray="3 3"/>\n'
     for line, colour in zip(panel.lines.values(), _COLOURS, strict=False):
-        points = " ".join(at(dose, value) for dose, value in line)
+        points = " ".join(f"{x(dose)},{y(value)}" for dose, value in line)
         yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>\n'

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from saesteer.commands.serve import check, layers_of, resolve
 from saesteer.commands.waiting import steps
@@ -25,7 +23,7 @@ from saesteer.loaders.write import write_arrays
 from saesteer.workbench import separation
 from saesteer.workbench.reading import read, tokenizer_of, tokens_of
 from saesteer.workbench.separation import Direction, Rows, Separation
-from saesteer.workbench.written import check_folder, say
+from saesteer.workbench.written import check_folder, rounded, say
 
 MAX_BYTES = 64 << 20  # of a file of texts
 MAX_TOKENS = 4096  # of a text
@@ -212,7 +210,7 @@ def _show(console: Console, found: Sequence[Found], *, accuracy: bool = False) -
     """Print a row for each site; returns the one that separates best, the earliest of equals."""
     best = max(found, key=lambda one: one.separation)
     columns = ["site", "AUC", "Cohen's d", *(["accuracy"] if accuracy else [])]
-    table = Table(*columns, box=box.ROUNDED, title="Texts held out", title_justify="left")
+    table = rounded(*columns, title="Texts held out", title_justify="left")
     for one in found:
         numbers = [f"{one.separation.auc:.3f}", f"{one.separation.d:.2f}"]
         numbers += [f"{one.separation.accuracy:.1%}"] if accuracy else []

@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import (
@@ -23,7 +21,7 @@ from saesteer.commands.embedded import (
 )
 from saesteer.commands.waiting import steps
 from saesteer.plugin import job
-from saesteer.workbench.written import say
+from saesteer.workbench.written import rounded, say
 
 _SENTENCES = re.compile(r".*(?<!\d)[.!?][\"”')]?(?=\s|$)", re.DOTALL)
 
@@ -47,7 +45,7 @@ def run(console: Console, *, verbose: bool = False) -> None:
         f"\nSmolLM2-135M-Instruct in stock vLLM, {len(texts)} requests in one batch. Half of them clamp one feature of "
         "a sparse autoencoder at layer 15 to a multiple of the strongest activation that was seen of it.\n"
     )
-    table = Table("", "as it is", "clamped", box=box.ROUNDED, show_lines=True)
+    table = rounded("", "as it is", "clamped", show_lines=True)
     for case, plain, clamped in zip(cases, texts[: len(cases)], texts[len(cases) :], strict=True):
         asked = Text.assemble((f"{case['name']}\n", "bold yellow"), f"feature {case['feature']} × {case['value']:g}\n")
         table.add_row(asked.append(f"\n{case['question']}", "bold"), Text(plain), Text(clamped, style="yellow"))

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from saesteer.commands.embedded import DEMO_DICTIONARY, bridge
 from saesteer.commands.serve import check, resolve
@@ -26,6 +24,7 @@ from saesteer.plugin.job import run as run_engine
 from saesteer.workbench import fits, paths
 from saesteer.workbench.paths import TOP, Candidate, Paths, Top
 from saesteer.workbench.reading import captured
+from saesteer.workbench.written import rounded
 
 PROMPTS = ("Who are you?", "The capital of France is")
 # Several blocks of the KV cache, which are 16 tokens on a GPU and 128 on a CPU.
@@ -310,7 +309,7 @@ def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> f
 def _show(console: Console, spec: dict[str, Any], found: list[Check]) -> None:
     edit = spec["edits"][0]
     title = f"{edit['dictionary']} feature {edit['feature']} set to {edit['value']:g} ({edit['unit']})"
-    table = Table("check", "", "seen", title=escape(title), box=box.ROUNDED)
+    table = rounded("check", "", "seen", title=escape(title))
     for one in found:
         passed = "[green]ok[/]" if one.passed else "[bold red]FAILED[/]"
         table.add_row(escape(one.name), passed, escape(one.detail))

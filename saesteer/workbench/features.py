@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,6 +20,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
 from saesteer.loaders import largest
 from saesteer.workbench.reading import read, tokenizer_of, tokens_of
+from saesteer.workbench.written import rounded
 
 MAX_TOKENS = 4096
 
@@ -139,7 +139,7 @@ def _table(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Ta
         return f"{feature} {value:.2f}" + (f" ({value / known:.0%})" if known else "")
 
     title = f"strongest features of {entry['dictionary']}, at {entry['site']}"
-    table = Table("", "token", escape(title), box=box.ROUNDED)
+    table = rounded("", "token", escape(title))
     rows = [row for row in entry["rows"] if row["top"]]
     most = max((abs(value) for row in rows for _, value in row["top"]), default=0.0)
     for row in rows:

@@ -10,10 +10,8 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from saesteer.commands.embedded import dictionaries
@@ -21,6 +19,7 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.config.sources import DictionarySource
 from saesteer.errors import ConfigError, printable
 from saesteer.labels.store import MOST, Example, Feature, Labels, words_of
+from saesteer.workbench.written import rounded
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.coder import CoderInfo
@@ -176,7 +175,7 @@ def _print(console: Console, name: str, head: str, rows: list[_Found], *, as_jso
             told = {"dictionary": name, **found.facts, **found.feature.to_json()}
             console.out(json.dumps(told), highlight=False)
         return
-    table = Table("feature", head, "label", "clamp", escape(f"examples from {name}"), box=box.ROUNDED, show_lines=True)
+    table = rounded("feature", head, "label", "clamp", escape(f"examples from {name}"), show_lines=True)
     for one, score, facts in rows:
         shown = one.examples if whole else one.examples[:_EXAMPLES]
         lines = [Text(f"{example.value:.1f} ").append(_context(example)) for example in shown]

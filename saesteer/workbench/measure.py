@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -34,6 +32,7 @@ from saesteer.loaders import later
 from saesteer.models.families import find_trunk
 from saesteer.workbench.reads import read_text, windows_of
 from saesteer.workbench.windows import blocks, first_counted, need_tokens
+from saesteer.workbench.written import rounded
 
 _NAME = "PLACE"
 
@@ -104,7 +103,7 @@ def run(console: Console, model: str, place: str, file: Path | None, *, max_toke
     oracle = load_model(folder, config.dictionaries, written)
     windows = windows_of(oracle, text, max_tokens)
     found = measure(oracle, oracle.layers_of(_NAME), windows, console)
-    table = Table("dictionary", "tokens", "L0", "published", "FVU", "loss recovered", box=box.ROUNDED)
+    table = rounded("dictionary", "tokens", "L0", "published", "FVU", "loss recovered")
     for layer, figures in found.items():
         info = oracle.info(_NAME, layer)
         l0 = "-" if info.l0 is None else f"{info.l0:g}"

@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
+
+from saesteer.workbench.written import rounded
 
 TOP = 5  # tokens of each path
 
@@ -98,7 +99,7 @@ def table(prompts: Sequence[str], paths: Paths, how: str) -> Table:
         how: how B's engine runs.
     """
     heads = "A: Transformers, float32", f"B: vLLM with saesteer, {how}", "C: stock vLLM, eager"
-    made = Table("first token of", *heads, box=box.ROUNDED, show_lines=True, title="Logprobs of the first token")
+    made = rounded("first token of", *heads, show_lines=True, title="Logprobs of the first token")
     for number, prompt in enumerate(prompts):
         cells = (path[number] if number < len(path) else () for path in paths)
         made.add_row(escape(prompt), *("\n".join(map(_line, cell)) or "ended" for cell in cells))

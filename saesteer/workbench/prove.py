@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from saesteer.commands.embedded import DEMO_DICTIONARY
 from saesteer.commands.serve import check, resolve
@@ -33,7 +31,7 @@ from saesteer.workbench.label import INSIDE
 from saesteer.workbench.proofs import Numbers, Proof
 from saesteer.workbench.reading import ask, questions, tokenizer_of, tokens_of
 from saesteer.workbench.trials import ARMS, CLAMP, DOSES, PROMPTS, SCORE, Key, Subject
-from saesteer.workbench.written import check_folder, say, write
+from saesteer.workbench.written import check_folder, rounded, say, write
 
 TOKENS = 16  # of an answer
 RANDOM, FIRST = 20, 100  # features that are clamped for comparison; features that are proved if none is named
@@ -204,7 +202,7 @@ def _answers(
 def _show(console: Console, found: Sequence[Proof]) -> None:
     heads = ["feature", "label", "as it is", *(f"{dose:g}" for dose in DOSES), "flipped", "noise", "others"]
     heads += ["more than others, 95 %", "collapses", "output score", "e · d"]
-    table = Table(*heads, box=box.ROUNDED)
+    table = rounded(*heads)
     for one in found:
         clamp, flipped, noise = ([at.context for at in one.arms[arm]] for arm in ARMS)
         numbers = [one.plain.context, *clamp, *(float(np.mean(each)) for each in (flipped, noise, one.random))]

@@ -1,10 +1,15 @@
 """What commands write when their work is done: files, and words to a terminal. Knows nothing of what is in them."""
 
+from functools import partial
 from pathlib import Path
 
+from rich.box import ROUNDED
 from rich.console import Console
+from rich.table import Table
 
 from saesteer.errors import ConfigError
+
+rounded = partial(Table, box=ROUNDED)  # a table, as all commands draw theirs
 
 
 def say(console: Console, text: str) -> None:
