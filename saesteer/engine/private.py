@@ -20,19 +20,16 @@ def open_private(folder: str | Path) -> int:
         PermissionError: it belongs to another user, others may use it, or it is a link.
         OSError: it cannot be opened.
     """
+    refused = PermissionError(errno.EPERM, "its folder is not this user's alone", str(folder))
     try:
         found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError:  # a link, too
-        raise _refused(folder) from None
+        raise refused from None
     about = os.fstat(found)
     if about.st_uid != os.geteuid() or about.st_mode & 0o077:
         os.close(found)
-        raise _refused(folder)
+        raise refused
     return found
-
-
-def _refused(folder: str | Path) -> PermissionError:
-    return PermissionError(errno.EPERM, "its folder is not this user's alone", str(folder))
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class Results:
         try:
             with self._alone() as (folder, lock):
                 self._count(lock, asked, size)
-                return [self._room(folder, one) for one in wanted]
+                return [Spool(self.folder, self.handles(len(one.abouts)), one).taken(folder) for one in wanted]
         except OSError as error:
             raise unwritten(error) from error
 
@@ -148,33 +148,28 @@ class Results:
     def _count(self, lock: int, asked: int, size: int) -> None:
         """Refuses what does not fit; only then, and at first, it looks at what is there."""
         own, (taken, rest) = self._begin(), _noted(lock, self.size)
-        share = self._share(taken.total() - taken[own])
-        looks = taken[own] + size > share and time.monotonic() >= rest
-        if looks:
+
+        def is_full() -> bool:
+            return taken[own] + size > self._share(taken.total() - taken[own])
+
+        if is_full() and time.monotonic() >= rest:
             begin, taken = time.thread_time(), Counter()
             for one, number in self.sweep():
                 taken[one] += number
             rest = time.monotonic() + _REST * (time.thread_time() - begin)
-            share = self._share(taken.total() - taken[own])
-        if taken[own] + size > share:
-            if looks:
-                _note(lock, taken, rest)
-            message = (
-                f"asks for {asked} results that count as {size} bytes, while {taken[own]} of {share} are kept that "
-            )
+        full = is_full()
+        if not full:
+            taken[own], rest = taken[own] + size, 0.0
+        _note(lock, taken, rest)
+        if full:
+            kept, share = taken[own], self._share(taken.total() - taken[own])
+            message = f"asks for {asked} results that count as {size} bytes, while {kept} of {share} are kept that "
             message += "one client may hold beside others; delete some, or wait: a result is kept for "
             fail(_AT, "results_full", f"{message}{self.seconds} seconds ({_FLAGS})")
-        taken[own] += size
-        _note(lock, taken, 0.0)
 
     def _begin(self) -> str:
         """How the handles of this context's client begin; who knows one learns nothing of a key."""
         return sha256(f"{self.folder} {client.get()}".encode()).hexdigest()[:_BEGIN]
-
-    def _room(self, folder: int, wanted: Layout) -> Spool:
-        spool = Spool(self.folder, self.handles(len(wanted.abouts)), wanted)
-        spool.take(folder)
-        return spool
 
     def handles(self, number: int) -> list[Handle]:
         """New ones."""
@@ -190,8 +185,9 @@ class Results:
         Raises:
             SpecError: there is no such result.
         """
-        self._check(handle)
         try:
+            if not _HANDLE.fullmatch(handle):
+                raise FileNotFoundError
             with private(self.folder) as folder:
                 file: Any = open_in(folder, handle, "rb")
         except (FileNotFoundError, PermissionError):
@@ -209,16 +205,10 @@ class Results:
         Raises:
             SpecError: there is no such result.
         """
-        self._check(handle)
-        try:
-            with self._alone() as (folder, lock):
-                expired = self._expired(os.stat(handle, dir_fd=folder))
-                _drop(folder, handle)
-                _note(lock, _noted(lock, self.size)[0], 0.0)  # whoever needs room may look at once
-        except (FileNotFoundError, PermissionError):
-            expired = True
-        if expired:
-            self._refuse(handle)
+        self.open(handle).close()
+        with suppress(FileNotFoundError), self._alone() as (folder, lock):
+            _drop(folder, handle)
+            _note(lock, _noted(lock, self.size)[0], 0.0)  # whoever needs room may look at once
 
     def sweep(self) -> list[tuple[str, int]]:
         """Removes what has expired, and the rooms of processes that have died.
@@ -244,10 +234,6 @@ class Results:
                         found += [(handle[:_BEGIN], one) for one in sizes]
         metrics.results(len(found), sum(one for _, one in found))
         return found
-
-    def _check(self, handle: str) -> None:
-        if not _HANDLE.fullmatch(handle):
-            self._refuse(handle)
 
     def _expired(self, about: os.stat_result) -> bool:
         return about.st_mtime + self.seconds < time.time()

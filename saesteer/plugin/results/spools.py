@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -71,8 +71,8 @@ class Spool:
         self._error: OSError | None = None
         self.width = layout.stride // len(handles)  # bytes of one result's row
 
-    def take(self, folder: int) -> None:
-        """Make the file; it takes no space on the disk, but others count its size.
+    def taken(self, folder: int) -> Self:
+        """Itself, once it has made the file; it takes no space on the disk, but others count its size.
 
         Args:
             folder: a descriptor of the folder of results.
@@ -82,6 +82,7 @@ class Spool:
         """
         with open_in(folder, self._path.name, "xb") as file:
             file.truncate(self._start + self.layout.size)
+        return self
 
     @property
     def address(self) -> list[Any]:
