@@ -18,7 +18,6 @@ from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 from saesteer.language.inline import InlineVector
 from saesteer.language.sites import order
-from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.digests import DIGEST, digest_of
 from saesteer.planning.plan import (
     END,
@@ -181,7 +180,7 @@ class _Targets:
         one = several[0]
         source: int | list[int] = 0
         bias: list[Any] = []
-        if one.dictionary is not None and is_by_rows(self.catalog, one.dictionary):
+        if one.dictionary is not None and self.catalog.dictionaries[one.dictionary].by_rows:
             rows = [self._source(Feature(one.dictionary, feature), str(one.site)) for feature in one.features]
             source, bias = [row.target for row in rows], [(row.bias, row.threshold, row.flags) for row in rows]
         elif one.dictionary is not None:

@@ -20,7 +20,6 @@ from saesteer.language.fields import (
     may,
     number,
     one_of,
-    optional,
     read,
     record,
     show,
@@ -40,7 +39,7 @@ Part = Literal["reasoning", "answer"]  # of the generated tokens
 Interval = tuple[int, int | None]
 
 feature = integer(0, INT32_MAX, "a feature of its dictionary, numbered from 0")
-layer = optional(integer(0, MAX_LAYER))  # of a set's dictionary; None: the dictionary is alone under its name
+layer = integer(0, MAX_LAYER)  # of a set's dictionary, which is missing where the dictionary is alone under its name
 _place = integer(1 - INT32_MAX, INT32_MAX - 1)
 
 
@@ -125,7 +124,8 @@ class Source(Record):
     dictionary: str | None = may(text)
     feature: int | None = may(feature)
     probe: str | None = may(text)
-    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+    _: KW_ONLY
+    layer: int | None = may(layer)
 
     @classmethod
     def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
@@ -190,13 +190,7 @@ def strength(value: Any, at: str) -> float | Strength:
 
 
 _scales = list_of(number, MAX_LAYER + 1, least=("out_of_range", "number"))
-_gates = list_of(record(Gate), MAX_CONDITIONS, alone=True)
-
-
-def gates(value: Any, at: str) -> tuple[Gate, ...]:
-    """One condition, or a list of conditions that must all hold; null and the empty list set no condition."""
-    found: tuple[Gate, ...] = _gates(() if value is None else value, at)
-    return found
+gates = list_of(record(Gate), MAX_CONDITIONS, alone=True)  # one, or several that must all hold
 
 
 @dataclass(frozen=True)
@@ -273,7 +267,8 @@ class Clamp(TokenEdit):
     mode: Mode = may(one_of("set", "add", "scale", "min", "max"), "set")
     unit: ClampUnit = may(one_of("raw", "max_act"), "raw")
     only_if_active: bool = may(flag, False)
-    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+    _: KW_ONLY
+    layer: int | None = may(layer)
 
     @classmethod
     def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
@@ -335,7 +330,8 @@ class Reconstruct(TokenEdit):
 
     dictionary: str = field(metadata=by(text))
     error: Literal["keep", "drop"] = may(one_of("keep", "drop"), "drop")
-    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+    _: KW_ONLY
+    layer: int | None = may(layer)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from saesteer.language.fields import (
     mapping,
     may,
     one_of,
-    optional,
     read,
     record,
     show,
@@ -72,7 +71,8 @@ class FeatureRead(TokenRead):
     dictionary: str = field(metadata=by(text))
     top_k: int | None = may(integer(1, MAX_TOP_K))
     features: tuple[int, ...] = may(list_of(feature, MAX_NAMED, key=int), ())
-    layer: int | None = field(default=None, kw_only=True, metadata=by(layer))
+    _: KW_ONLY
+    layer: int | None = may(layer)
 
     @classmethod
     def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
@@ -116,12 +116,11 @@ class ActivationRead(TokenRead):
     example: ClassVar[str] = '{"site": "resid_post.20"}'
 
     site: tuple[str, ...] = field(metadata=by(sites, single=True))  # or a kind alone: every layer that is kept
-    scope: Scope = field(default=EVERYTHING, kw_only=True, metadata=by(optional(record(Scope), EVERYTHING)))
     reduce: Reduce = may(one_of(*get_args(Reduce)), "none")
-    transport: Literal["inline", "handle"] = field(
-        default="inline", kw_only=True, metadata=by(one_of("inline", "handle"), key="as")
-    )
-    positions: str | tuple[Interval, ...] | None = field(default=None, kw_only=True, metadata=by(optional(_positions)))
+    _: KW_ONLY
+    scope: Scope = may(record(Scope), EVERYTHING)
+    transport: Literal["inline", "handle"] = field(default="inline", metadata=by(one_of("inline", "handle"), key="as"))
+    positions: str | tuple[Interval, ...] | None = may(_positions)
 
     def _whole(self, at: str) -> None:
         if self.positions is None:

@@ -3,18 +3,19 @@
 A rule stands among the edits and changes no tensor. ``saesteer.planning.rules`` finds when it fires.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 from saesteer.language.edits import GENERATED, MAX_CONDITIONS, Edit, Gate, Scope, TokenEdit
-from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, may, optional, read, record, site
+from saesteer.language.fields import INT32_MAX, by, fail, integer, list_of, may, read, record, site
 
 
 @dataclass(frozen=True)
 class Watched(Gate):
     """One condition of a rule: that of an edit, and a site for a probe whose layer does not say where to read."""
 
-    site: str | None = field(default=None, kw_only=True, metadata=by(optional(site)))
+    _: KW_ONLY
+    site: str | None = may(site)
 
     def _whole(self, at: str) -> None:
         Gate._whole(self, at)
@@ -34,8 +35,9 @@ class Rule(TokenEdit):
     """Fires at the first token at which its conditions have held for ``run`` neighbouring tokens of its scope."""
 
     run: int = may(integer(1, INT32_MAX), 1, key="for")
-    when: tuple[Watched, ...] = field(kw_only=True, metadata=by(_conditions, single=True))
-    scope: Scope = field(default=GENERATED, kw_only=True, metadata=by(optional(record(Scope), GENERATED)))
+    _: KW_ONLY
+    when: tuple[Watched, ...] = field(metadata=by(_conditions, single=True))
+    scope: Scope = may(record(Scope), GENERATED)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ Data, and the one way to find a family's layers in a model. Knows no vLLM, no Tr
 """
 
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from saesteer.errors import UnsupportedError
 from saesteer.language.sites import SUMS
@@ -14,8 +13,7 @@ from saesteer.language.sites import SUMS
 Library = Literal["vllm", "transformers"]
 
 
-@dataclass(frozen=True, slots=True)
-class Tap:
+class Tap(NamedTuple):
     """The module that a site's stream goes into or comes out of."""
 
     module: str  # path from the layer; empty: the layer itself
@@ -23,8 +21,7 @@ class Tap:
     next: bool = False  # on the next layer; after the last layer, on the final norm
 
 
-@dataclass(frozen=True, slots=True)
-class Taps:
+class Taps(NamedTuple):
     """Where a site lies in each library."""
 
     vllm: Tap
@@ -36,16 +33,26 @@ def _both(module: str, side: Literal["in", "out"]) -> Taps:
     return Taps(Tap(module, side), Tap(module, side))
 
 
-LLAMA = {
-    "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
-    "attn_in": _both("input_layernorm", "out"),
-    "z": _both("self_attn.o_proj", "in"),
-    "attn_out": _both("self_attn", "out"),
-    "resid_mid": _both("post_attention_layernorm", "in"),
-    "mlp_in": _both("post_attention_layernorm", "out"),
-    "mlp_out": _both("mlp", "out"),
-    "resid_post": Taps(Tap("input_layernorm", "out", next=True), Tap("", "out")),
-}
+def _layer(first: str, inside: Mapping[str, Taps], *, fused: bool = False) -> dict[str, Taps]:
+    """The sites inside a layer, and around them the stream: vLLM's lies at the module that reads it first."""
+    after = Tap(first, "out" if fused else "in", next=True)
+    return {"resid_pre": Taps(Tap(first, "in"), Tap("", "in")), **inside, "resid_post": Taps(after, Tap("", "out"))}
+
+
+def _llama(norm: str, second: str, *, fused: bool = True) -> dict[str, Taps]:
+    """The sites of a layer that is built as Llama's, with these norms in front of attention and of the MLP."""
+    inside = {
+        "attn_in": _both(norm, "out"),
+        "z": _both("self_attn.o_proj", "in"),
+        "attn_out": _both("self_attn", "out"),
+        "resid_mid": _both(second, "in"),
+        "mlp_in": _both(second, "out"),
+        "mlp_out": _both("mlp", "out"),
+    }
+    return _layer(norm, inside, fused=fused)
+
+
+LLAMA = _llama("input_layernorm", "post_attention_layernorm")
 STREAM = {kind: LLAMA[kind] for kind in ("resid_pre", "resid_mid", "resid_post")}
 EXPERTS = STREAM | {"z": LLAMA["z"]}
 # Gemma's post_attention_layernorm, from Gemma 2 on, is another norm: it comes after attention, before the stream is
@@ -60,45 +67,23 @@ GLM_4 = LLAMA | {
     "attn_out": _both("post_self_attn_layernorm", "out"),
     "mlp_out": _both("post_mlp_layernorm", "out"),
 }
-APERTUS = LLAMA | {
-    "resid_pre": Taps(Tap("attention_layernorm", "in"), Tap("", "in")),
-    "attn_in": _both("attention_layernorm", "out"),
-    "resid_mid": _both("feedforward_layernorm", "in"),
-    "mlp_in": _both("feedforward_layernorm", "out"),
-    "resid_post": Taps(Tap("attention_layernorm", "out", next=True), Tap("", "out")),
-}
+APERTUS = _llama("attention_layernorm", "feedforward_layernorm")
 # Behind the first layers an image's features (DeepStack) are added: in Transformers outside of the layer.
 QWEN3_VL = EXPERTS | {"resid_post": Taps(STREAM["resid_post"].vllm, Tap("", "in", next=True))}
 GPT_OSS = STREAM | {"z": Taps(Tap("attn.o_proj", "in"), Tap("self_attn.o_proj", "in"))}
-GPT2 = {
-    "resid_pre": Taps(Tap("ln_1", "in"), Tap("", "in")),
-    "z": _both("attn.c_proj", "in"),
-    "resid_mid": _both("ln_2", "in"),
-    "resid_post": Taps(Tap("ln_1", "in", next=True), Tap("", "out")),
-}
+GPT2 = _layer("ln_1", {"z": _both("attn.c_proj", "in"), "resid_mid": _both("ln_2", "in")})
 # Attention and the MLP read the same stream, so there is none between them.
-NEOX = {
-    "resid_pre": Taps(Tap("input_layernorm", "in"), Tap("", "in")),
-    "z": _both("attention.dense", "in"),
-    "resid_post": Taps(Tap("input_layernorm", "in", next=True), Tap("", "out")),
-}
+NEOX = _layer("input_layernorm", {"z": _both("attention.dense", "in")})
 # The norms come after attention and the MLP, which read the stream as it is.
-OLMO = {
-    "resid_pre": Taps(Tap("self_attn", "in"), Tap("", "in")),
-    "z": LLAMA["z"],
-    "resid_mid": _both("mlp", "in"),
-    "resid_post": Taps(Tap("self_attn", "in", next=True), Tap("", "out")),
-}
+OLMO = _layer("self_attn", {"z": LLAMA["z"], "resid_mid": _both("mlp", "in")})
 # Built as Llama, where the stream is one tensor.
-_ONE = {"resid_post": Taps(Tap("input_layernorm", "in", next=True), Tap("", "out"))}
-SMOLLM3 = LLAMA | _ONE
+SMOLLM3 = _llama("input_layernorm", "post_attention_layernorm", fused=False)
 # Layers with full attention have wider heads, so z has no one width.
-GEMMA_4 = {kind: taps for kind, taps in (GEMMA | _ONE).items() if kind != "z"}
+GEMMA_4 = {kind: taps for kind, taps in {**GEMMA, "resid_post": SMOLLM3["resid_post"]}.items() if kind != "z"}
 SERVED_KINDS = tuple(LLAMA)
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """Models with the same decoder layer, which adds to a residual stream twice: attention's part, then the MLP's."""
 
     name: str

@@ -10,11 +10,6 @@ from saesteer.planning.expand import steps_of
 from saesteer.planning.plan import Catalog, Feature, Plan
 
 
-def is_by_rows(catalog: Catalog, name: str) -> bool:
-    """Whether rows of a dictionary come with the requests that need them."""
-    return catalog.dictionaries[name].by_rows
-
-
 def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
     """The features whose rows a plan needs, each with the path of its first mention."""
     parts = (part for group in plan.groups for part in group.parts)
@@ -23,7 +18,7 @@ def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
     reads = (one for one in (*plan.readouts, *plan.measures) if one.dictionary is not None)
     read = ((Feature(str(one.dictionary), feature), one.field) for one in reads for feature in one.features)
     for target, field in chain(edited, read):
-        if is_by_rows(catalog, target.dictionary):
+        if catalog.dictionaries[target.dictionary].by_rows:
             found.setdefault(target, field)
     return found
 

@@ -12,7 +12,6 @@ from saesteer.language.edits import Ablate, Add, Cap, Clamp, Edit, Reconstruct, 
 from saesteer.language.fields import FLOAT32_MAX, fail
 from saesteer.language.rules import Rule
 from saesteer.language.spec import Return, Spec
-from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.expand import Step, steps_of
 from saesteer.planning.lookup import check_feature, dictionary_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
@@ -170,7 +169,7 @@ class _Planner:
     def _are_plain(self, edit: Clamp, step: Step, known: _Clamped) -> bool:
         """Whether clamps may be planned as one part; otherwise each is planned by itself, and may be refused."""
         info = known.info
-        if known.sites != (known.reads,) or is_by_rows(self.catalog, known.key) or getattr(info, "feature_ids", None):
+        if known.sites != (known.reads,) or info.by_rows or getattr(info, "feature_ids", None):
             return False
         most = step.alike.size * len(self._windows(edit.scope, step.at, info.skip_first))
         most += self.entries + len(self.reads) + len(edit.when) + (step.strength is not None)

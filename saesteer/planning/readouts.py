@@ -15,7 +15,6 @@ from saesteer.language.fields import closest, fail, listing, step
 from saesteer.language.returns import ActivationRead, FeatureRead, ProbeRead, Return
 from saesteer.language.rules import Watched
 from saesteer.language.sites import canonical, is_pregain, parse
-from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import check_feature, dictionary_of, hint_of, read_probe, reading_site
 from saesteer.planning.plan import CAPTURE, END, Catalog, Direction, Plan, Readout, Window
 from saesteer.planning.reductions import is_by_message
@@ -217,7 +216,7 @@ def _features(one: FeatureRead, catalog: Catalog, at: str) -> Iterator[Readout]:
     whole = one.strongest > 0
     key, site, op = _dictionary_at(one.dictionary, one.layer, catalog, at, "dictionary", whole=whole)
     info = catalog.dictionaries[key]
-    if is_by_rows(catalog, key) and len(one.features) > catalog.max_entries:
+    if info.by_rows and len(one.features) > catalog.max_entries:
         message = f"got {len(one.features)} features, whose rows come with the request"
         fail(f"{at}.features", "too_large", f"{message}, expected at most {catalog.max_entries}: see --max-edits")
     for i, feature in enumerate(one.features):
@@ -273,7 +272,7 @@ def _dictionary_at(
 ) -> tuple[str, str, str]:
     """The key of a dictionary that is read, the site where it reads, and the site whose op keeps the tensor."""
     key, info = dictionary_of(catalog, name, layer, at, address=address)
-    if whole and is_by_rows(catalog, key):
+    if whole and info.by_rows:
         message = f"reads the strongest of {key!r}, which needs all of it, and this server reads only rows of features"
         fail(f"{at}.dictionary", "not_served", f"{message}; expected features by name")
     op = reading_site(catalog, key, info, at)

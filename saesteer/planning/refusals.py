@@ -11,7 +11,6 @@ from typing import NoReturn, get_args
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
 from saesteer.language.sites import is_pregain, order
-from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.lookup import fit
 from saesteer.planning.plan import Catalog, Clamps, Condition, Direction, Feature, Group, Plan, Read, Whole
 
@@ -32,7 +31,7 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     targets = [part.target for group in found.groups for part in group.parts] + [one.target for one in found.inputs]
     kinds = {one.__class__ for one in targets}
     named = {one.dictionary for one in targets if not isinstance(one, Direction)}
-    by_rows = any(is_by_rows(catalog, name) for name in named)
+    by_rows = any(catalog.dictionaries[name].by_rows for name in named)
     if by_rows:
         _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
@@ -92,10 +91,9 @@ def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
     """Refuse what the rows of a few features cannot do."""
     changes = ((part.field, part.target) for group in found.groups for part in group.parts)
     for field, target in (*changes, *((one.field, one.target) for one in found.inputs)):
-        if isinstance(target, Direction) or not is_by_rows(catalog, target.dictionary):
+        if isinstance(target, Direction) or not (info := catalog.dictionaries[target.dictionary]).by_rows:
             continue
         at, name = f"{field}.dictionary", target.dictionary
-        info = catalog.dictionaries[name]
         if isinstance(target, Whole):
             message = f"needs all of {name!r}, of which this server reads only the rows of features"
             fail(at, "not_served", f"{message}; start it with --dictionary NAME=PLACE, without rows:, to reconstruct")
@@ -180,7 +178,7 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
     changes = ((group.site, part) for group in found.groups for part in group.parts)
     for site, one in (*((read.site, read) for read in found.inputs), *changes):
         target = one.target
-        if isinstance(target, Feature) and is_by_rows(catalog, target.dictionary):
+        if isinstance(target, Feature) and catalog.dictionaries[target.dictionary].by_rows:
             key, what = "feature", "feature {} that the request takes from files for {}"
         elif isinstance(target, Direction) and not isinstance(target.vector, str):
             if catalog.pinned and (site, target) in catalog.pinned:

@@ -9,7 +9,6 @@ from saesteer import __version__
 from saesteer.config.config import KEY, LIMITS
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language.sites import order
-from saesteer.planning.by_rows import is_by_rows
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.routes import SERVED
 
@@ -90,4 +89,4 @@ def _reading(catalog: Catalog, key: str) -> tuple[str | None, bool]:
         info = catalog.dictionaries[key]
     except (ConfigError, LoadError):  # below the folder; a request that names it is told why
         return None, False
-    return info.site_in or info.site_out, not is_by_rows(catalog, key)
+    return info.site_in or info.site_out, not info.by_rows
