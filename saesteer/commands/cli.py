@@ -61,7 +61,7 @@ def _with_settings(command: Any) -> Any:
         return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, _flag(name)])
 
     *own, _ = signature(command).parameters.values()
-    command.__signature__ = Signature([*own, *map(flag, OPTIONS)])
+    command.__signature__ = Signature([*own, *(flag(name) for name, one in OPTIONS.items() if one.flag)])
     return command
 
 

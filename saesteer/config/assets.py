@@ -189,6 +189,7 @@ class Assets:
             layers=layers,
             inline_rows=self.config.inline_rows,
             default=self.config.default_module,
+            scope=self.config.default_scope,
             other_widths=others,
             sets={**self.rows.sets, **self.sets},
             reads=self.readable(sites, others),

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 from saesteer.config.sources import DictionarySource, VectorSource
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
+from saesteer.language.edits import Scope
 from saesteer.language.fields import Check, fail, optional, show
 from saesteer.language.inline import Function
 from saesteer.language.sites import expand_sites
@@ -105,6 +106,13 @@ def _module(value: Any, at: str) -> str | dict[str, Any]:
     return found
 
 
+def _scope(value: Any, at: str) -> Scope | None:
+    scope: Scope | None = fields.optional(fields.record(Scope))(value, at)
+    if scope is not None and scope.messages is not None:
+        fail(f"{at}.messages", "not_served", "names messages, which not every request has; expected positions or flags")
+    return scope
+
+
 def _options(value: Any, at: str) -> dict[str, Any]:
     """The options of a consumer, which checks them itself; null stands for none."""
     return dict(fields.mapping({} if value is None else value, at))
@@ -128,7 +136,7 @@ def _named(check: Check) -> Check:
 class Option:
     """One setting of the operator."""
 
-    flag: str  # its flag of ``saesteer serve``
+    flag: str  # its flag of ``saesteer serve``; empty: it stands in the settings file or additional_config alone
     metavar: str | None  # the flag's value in the help text
     check: Check  # returns a value of the wire form as SaesteerConfig holds it
     help: str
@@ -219,6 +227,7 @@ OPTIONS: dict[str, Option] = {
         optional(fields.text),
         'A module that steers every request, unless it has "defaults": false.',
     ),
+    "default_scope": Option("", None, _scope, "The scope of edits that name none, those of modules included.", ()),
     "require": Option(
         "--require",
         "default|spec,...",
@@ -322,6 +331,7 @@ class SaesteerConfig:
     dictionary_folder: str | None = None  # every dictionary below it is served by rows, at the sites that have an op
     dictionaries_of: tuple[str, ...] = ()  # models whose dictionaries fit the served one
     default_module: str | None = None  # the module that every request uses first, unless it opts out
+    default_scope: Scope | None = None  # of edits that name none
     require: tuple[str, ...] = ()  # "default": no request may opt out of it; "spec": each must ask for something
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit

@@ -7,14 +7,15 @@ from itertools import chain
 from typing import NamedTuple
 
 from saesteer.language.alike import Alike, parts_of
-from saesteer.language.edits import Clamp, Edit, Strength, Use
-from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show
+from saesteer.language.edits import Clamp, Edit, Scope, Strength, Use
+from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show, varied
 from saesteer.language.rules import Rule
 from saesteer.language.spec import MAX_EDITS, Return, Spec
 from saesteer.planning.plan import Catalog, behind
 
 MAX_DEPTH = 32  # how deep modules may be nested, including the one that a request names
 _NOTHING = Return()
+_UNNAMED = Scope()
 
 Found = tuple[str, Strength]
 
@@ -43,7 +44,15 @@ def in_front(spec: Spec, catalog: Catalog) -> list[tuple[str, str]]:
 
 def steps_of(spec: Spec, catalog: Catalog) -> Iterator[Step]:
     """The edits of a request in the order in which they apply, as ``steps``."""
-    return steps(spec.edits, catalog.modules, first=in_front(spec, catalog))
+    found = steps(spec.edits, catalog.modules, first=in_front(spec, catalog))
+    return found if catalog.scope is None else (_scoped(step, catalog.scope) for step in found)
+
+
+def _scoped(step: Step, scope: Scope) -> Step:
+    if step.edit.scope != _UNNAMED or isinstance(step.edit, Rule):
+        return step
+    edit = varied(step.edit, scope=scope)
+    return step._replace(edit=edit, alike=step.alike._replace(first=edit))
 
 
 def steps(

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from saesteer.dictionaries.vectors import VectorSet
-from saesteer.language.edits import Part
+from saesteer.language.edits import Part, Scope
 from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
 from saesteer.language.sites import SUMS, op_site, parse
@@ -73,6 +73,7 @@ class Catalog:
     width: int | None = None  # width of the stream; None: any
     inline_rows: int | None = None  # different vectors that one request may bring for one site; None: any number
     default: str | None = None  # the module that every request uses in front of its own edits, unless it opts out
+    scope: Scope | None = None  # of edits that name none
     pinned: frozenset[tuple[str, "Direction"]] = frozenset()  # vectors of modules that lie at a site already
     digests: Mapping[str, str] = option(default_factory=dict)  # digest of what each module does, by content
     other_widths: Mapping[str, int] = option(default_factory=dict)  # of kinds of sites not as wide as the stream

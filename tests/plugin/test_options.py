@@ -37,7 +37,8 @@ def test_python_takes_the_options_under_the_same_names_and_defaults(entry: Any, 
 def test_the_flags_of_serve_are_the_options() -> None:
     command: Any = typer.main.get_command(app)
     params = {param.opts[0]: param for param in command.commands["serve"].params if param.param_type_name == "option"}
-    for option in OPTIONS.values():
+    assert sum(option.flag == "" for option in OPTIONS.values()) == 1, "what the settings file alone has"
+    for option in filter(lambda one: one.flag, OPTIONS.values()):
         on, _, off = option.flag.partition("/")
         param = params.pop(on)
         assert (param.help, param.secondary_opts) == (option.help, [off] if off else [])

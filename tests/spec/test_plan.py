@@ -1,16 +1,20 @@
 """What a spec means at admission: groups, bands, duplicates, limits, and what is refused."""
 
+import json
 import math
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from saesteer.errors import SpecError
+from saesteer.config.assets import Assets
+from saesteer.config.config import SaesteerConfig
+from saesteer.errors import ConfigError, SpecError
 from saesteer.language.edits import Clamp, Scope
-from saesteer.language.spec import Spec, clamp
+from saesteer.language.spec import Spec, clamp, flag, use
 from saesteer.planning.planner import END, Catalog, Change, Feature, Group, plan, windows
 from tests.spec.catalogs import CATALOG, INFOS, OPEN, Info
 from tests.spec.plans import P, planned, refusal
@@ -223,3 +227,21 @@ def test_the_limit_counts_features_times_windows() -> None:
     assert (field, code) == ("saesteer.edits", "too_many")
     for word in ("makes more than 4 entries with edits[2]", "at most 4", "--max-edits"):
         assert word in message
+
+
+def test_a_default_scope_is_that_of_edits_that_name_none() -> None:
+    told = SaesteerConfig.from_json({"default_scope": {"response": True, "prompt": None}}).to_json()
+    found = Assets.open(SaesteerConfig.from_json(json.loads(json.dumps(told)))).catalog(width=8, layers=4).scope
+    assert found == Scope(response=True)
+    modules = {"m": Spec((clamp("gs15", 4, 1.0),))}
+    catalog = replace(CATALOG, scope=found, modules=modules)
+    named = [clamp("gs15", n, 1.0, scope=scope) for n, scope in ((5, {"prompt": True}), (6, {"positions": [[0, 3]]}))]
+    watch = flag({"dictionary": "gs15", "feature": 7, "above": 1.0}, scope={})
+    planned = plan(Spec((use("m"), clamp("gs15", 1, 1.0), clamp("gs15", 2, 1.0), *named, watch)), catalog, 10)
+    windows = {
+        getattr(change.target, "feature", None): change.windows for group in planned.groups for change in group.changes
+    }
+    assert windows == {**dict.fromkeys((4, 1, 2), ((9, END),)), 5: ((1, 10),), 6: ((0, 3),)}
+    assert planned.rules[0].windows[0][1] == END and planned.relative
+    with pytest.raises(ConfigError, match=r"default_scope.messages: names messages"):
+        SaesteerConfig.from_json({"default_scope": {"messages": "user"}})
