@@ -36,11 +36,10 @@ _HELD = _DATA if any(_DATA.glob("*.labels")) else package("saesteer_demo")  # in
 DEMO_SAE = _HELD / "smollm2-135m-l15-9216.safetensors"
 DEMO_TRANSCODER = _HELD / "smollm2-135m-l12-transcoder-9216.safetensors"
 GALLERY = _DATA / "gallery.json"
-DEMO_DICTIONARY, DEMO_MLP = "demo", "demo-mlp"
-DICTIONARIES = {DEMO_DICTIONARY: DEMO_SAE, DEMO_MLP: DEMO_TRANSCODER}
-# Features of the SAE that a person would recognise, and one of the transcoder.
+DEMO_DICTIONARY = "demo"
+DICTIONARIES = {DEMO_DICTIONARY: DEMO_SAE, "demo-mlp": DEMO_TRANSCODER}
+# Features of the SAE that a person would recognise.
 BRIDGE, OCEAN, GOLD, FRENCH = 3497, 6511, 7081, 546
-MLP_FEATURE = 4673  # magic
 
 
 class Packed(NamedTuple):

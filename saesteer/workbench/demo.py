@@ -68,23 +68,10 @@ def whole(text: str) -> str:
 
 
 def next_steps() -> str:
-    """The commands to try next, as text."""
-    command = _command()
+    """The commands to try next, as text; saesteer may be in an environment that is not activated."""
+    command = "saesteer" if shutil.which("saesteer") else os.path.relpath(Path(sys.executable).with_name("saesteer"))
     return (
         f"\nProve that steering works on this machine and affects no other request:\n\n  {command} doctor\n\n"
         "Try it yourself, on a page at http://localhost:8000/saesteer/ and as an OpenAI server:\n\n"
         f"  {command} serve {DEMO_DICTIONARY}"
     )
-
-
-def _command() -> str:
-    """How to call saesteer from here: it may be in an environment that is not activated."""
-    if shutil.which("saesteer"):
-        return "saesteer"
-    called = Path(sys.argv[0])
-    return f"{_short(Path(sys.executable))} -m saesteer" if called.name == "__main__.py" else _short(called.absolute())
-
-
-def _short(path: Path) -> str:
-    here = os.path.relpath(path)
-    return str(path) if here.startswith("..") else here
