@@ -16,14 +16,18 @@ __all__ = ["app"]
 Place = Annotated[str, typer.Argument(metavar="PLACE[@SITE]", help="A file, a folder, a hub id, or np:MODEL/SOURCE.")]
 MaxTokens = Annotated[int, typer.Option(help="How many tokens of the text to read.")]
 Model = Annotated[str, typer.Option(help="A folder, a hub id, `demo` for the embedded one, or `gemma`.")]
-Positive = Annotated[Path, typer.Option(metavar="FILE", help="Texts that show it, one on each line.")]
-Negative = Annotated[Path, typer.Option(metavar="FILE", help="Texts that do not, one on each line.")]
+Positive = Annotated[
+    Path, typer.Option(metavar="FILE", help="Texts that show it, one on each line; .jsonl: texts or chats as JSON.")
+]
+Negative = Annotated[Path, typer.Option(metavar="FILE", help="Texts or chats that do not.")]
 Contrasted = Annotated[
     list[str],
     typer.Option(metavar="SITE,...", help="Where to look for it; resid_post.all is every layer. Repeatable."),
 ]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="The .safetensors file to write.")]
-Last = Annotated[bool, typer.Option("--last", help="Read each text's last token, not the mean over its tokens.")]
+Read = Annotated[
+    Literal["mean", "last", "second-last"], typer.Option(help="Which tokens of a text, or of a chat's answer, to read.")
+]
 Runs = Annotated[
     str | None,
     typer.Option(metavar="vllm|hf", help="What runs the model; default: vLLM if it is installed."),
@@ -182,14 +186,14 @@ def _contrast(kind: Literal["vector", "probe"]) -> Callable[..., None]:
         site: Contrasted,
         out: Out,
         model: Model = "demo",
-        last: Last = False,
+        tokens: Read = "mean",
         verbose: Verbose = False,
     ) -> None:
         from saesteer.commands import serve
         from saesteer.workbench import contrast
 
         serve.need_vllm()
-        getattr(contrast, kind)(Console(), model, positive, negative, site, out=out, last=last, verbose=verbose)
+        getattr(contrast, kind)(Console(), model, positive, negative, site, out=out, tokens=tokens, verbose=verbose)
 
     return run
 

@@ -1,12 +1,13 @@
 """`saesteer vector` and `saesteer probe`: a direction from two files of texts, and how well it separates them.
 
-An engine reads the texts (reading.py), separation.py has the formulas; here are files, limits, the table and what is
-written, which ``--vector NAME=FILE`` reads.
+An engine reads the texts (reading.py), texts.py has the files and their tokens, separation.py the formulas; here are
+limits, the table and what is written, which ``--vector NAME=FILE`` reads.
 """
 
 from base64 import b64decode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,11 @@ from saesteer.errors import ConfigError
 from saesteer.language.sites import canonical, expand_sites, parse
 from saesteer.loaders.write import write_arrays
 from saesteer.workbench import separation
-from saesteer.workbench.reading import read, tokenizer_of, tokens_of
+from saesteer.workbench.reading import read, tokenizer_of
 from saesteer.workbench.separation import Direction, Rows, Separation
+from saesteer.workbench.texts import Line, Tokens, read_lines, read_tokens
 from saesteer.workbench.written import check_folder, rounded, say
 
-MAX_BYTES = 64 << 20  # of a file of texts
-MAX_TOKENS = 4096  # of a text
 MAX_ROWS = 50_000  # texts times sites: of a model that is 4096 wide, 0.8 GB
 
 
@@ -42,11 +42,11 @@ def vector(console: Console, model: str, positive: Path, negative: Path, sites: 
     """Write the difference of means at every site, and print how well each separates; arguments as of ``_Work``."""
     work = _Work(console, model, positive, negative, sites, **rest)
     if len(kinds := {parse(site)[0] for site in work.sites}) > 1:
-        raise ConfigError(f"--site names {' and '.join(sorted(kinds))}; expected one kind, since a file names layers")
+        raise ConfigError(f"--site names {' and '.join(sorted(kinds))}; expected one kind for a file")
     found = work.find(separation.difference_of_means)
     best = _show(console, found)
-    work.write({f"layer.{parse(one.site)[1]}": one.direction.vector for one in found}, "vector", work.sites)
-    work.say(f"{best.site} separates best. The vectors of all sites are", "--sites", work.sites)
+    work.write({one.site: one.direction.vector for one in found}, "vector")
+    work.say(f"{best.site} separates best. The vectors of all sites are")
 
 
 def probe(console: Console, model: str, positive: Path, negative: Path, sites: Sequence[str], **rest: Any) -> None:
@@ -55,8 +55,8 @@ def probe(console: Console, model: str, positive: Path, negative: Path, sites: S
     work = _Work(console, model, positive, negative, sites, **rest)
     best = _show(console, work.find(separation.logistic_regression), accuracy=True)
     row, bias = best.direction.vector, np.array([best.direction.bias], np.float32)
-    work.write({f"layer.{parse(best.site)[1]}": row, "bias": bias}, "probe", [best.site])
-    work.say(f"{best.site} separates best. Its probe is", "--reads", [best.site])
+    work.write({best.site: row, "bias": bias}, "probe")
+    work.say(f"{best.site} separates best. Its probe is")
 
 
 class _Work:
@@ -65,10 +65,10 @@ class _Work:
     Args:
         console: where to print.
         model: a folder, a hub id or `demo`.
-        positive, negative: files with a text on each line.
+        positive, negative: files of texts, or of chats.
         sites: words of ``--site``; each names sites separated by commas, and resid_post.all is every layer.
         out: the file to write, ``*.safetensors``; an older one is replaced.
-        last: read a text's last token; otherwise the mean over its tokens but the first, which is an outlier.
+        tokens: of a text, or of a chat's answer, that are read.
         verbose: show vLLM's output.
 
     Raises:
@@ -84,11 +84,11 @@ class _Work:
         sites: Sequence[str],
         *,
         out: Path,
-        last: bool = False,
+        tokens: Tokens = "mean",
         verbose: bool = False,
     ) -> None:
         named = [site for word in sites for site in word.split(",") if site]
-        lines: dict[str, list[tuple[int, str]]] = {}
+        lines: dict[str, list[Line]] = {}
         wrong: list[str] = []  # all of it at once
         for part in (
             lambda: _check_out(out),
@@ -102,7 +102,7 @@ class _Work:
                 wrong.append(str(error))
         if wrong:
             raise ConfigError("; ".join(wrong))
-        self._console, self._model, self._out, self._last, self._verbose = console, model, out, last, verbose
+        self._console, self._model, self._out, self._tokens, self._verbose = console, model, out, tokens, verbose
         config = SaesteerConfig().changed({"reads": named})
         self._place, _, self._options = resolve(model, config)
         check(self._place, config)
@@ -114,33 +114,27 @@ class _Work:
         self._config = replace(config, reads=tuple(self.sites))
         tokenizer = tokenizer_of(self._place)
         files = {"positive": positive, "negative": negative}
-        self._texts = [[*_tokens(tokenizer, files[one], lines[one])] for one in files]
+        self._texts = [[*read_tokens(tokenizer, files[one], lines[one])] for one in files]
 
     def find(self, fit: Callable[[Rows, Rows], Direction]) -> list[Found]:
         """Read the texts and fit a direction at each site to those that are not held out."""
-        prompts = [ids for texts in self._texts for ids in texts]
+        texts = [*chain(*self._texts)]
         with steps(self._console, hidden=self._verbose) as show:
-            show(f"Reading {len(prompts)} texts")
-            returns = {"activations": [_wanted(site, last=self._last) for site in self.sites]}
+            show(f"Reading {len(texts)} texts")
+            returns = [{"activations": [one.wanted(site, self._tokens) for site in self.sites]} for one in texts]
+            prompts = [one.ids for one in texts]
             answers = read(self._place, self._config, self._options, prompts, returns, verbose=self._verbose)
         rows, border = rows_of(answers), len(self._texts[0])
         return [found_at(site, rows[site][:border], rows[site][border:], fit) for site in self.sites]
 
-    def write(self, arrays: Mapping[str, Any], kind: str, sites: Sequence[str]) -> None:
+    def write(self, arrays: Mapping[str, Any], kind: str) -> None:
         """Write a file that the loader of vectors reads, with where it comes from."""
-        about = {
-            "made_by": f"saesteer {kind}",
-            "model": self._model,
-            "sites": ",".join(sites),
-            "tokens": "last" if self._last else "mean",
-        }
+        about = {"made_by": f"saesteer {kind}", "model": self._model, "tokens": self._tokens}
         write_arrays(self._out.expanduser(), {name: torch.from_numpy(one) for name, one in arrays.items()}, about)
 
-    def say(self, words: str, flag: str, sites: Sequence[str]) -> None:
-        """Tell what was written, and how to serve it: ``flag`` names sites that a vector of a layer does not bring."""
+    def say(self, words: str) -> None:
+        """Print what was written, and how to serve it."""
         use = f"saesteer serve {self._model} --vector NAME={self._out}"
-        if others := [site for site in sites if parse(site)[0] != "resid_post"]:
-            use += f" {flag} {','.join(others)}"
         say(self._console, f"{words} in {self._out}\nServe: {use}")
 
 
@@ -170,40 +164,6 @@ def rows_of(answers: Sequence[Mapping[str, Any]]) -> dict[str, Rows]:
         for one in answer["activations"]:
             found.setdefault(one["site"], []).append(np.frombuffer(b64decode(one["data"]), "<f4"))
     return {site: np.stack(rows).astype(np.float64) for site, rows in found.items()}
-
-
-def read_lines(flag: str, file: Path) -> list[tuple[int, str]]:
-    """The lines of a file that are not empty, with their numbers from 1.
-
-    Raises:
-        ConfigError: it cannot be read, is too large or has too few of them.
-    """
-    try:
-        if (size := file.expanduser().stat().st_size) > MAX_BYTES:
-            raise ConfigError(f"{flag} {file}: {size} bytes, expected at most {MAX_BYTES}")
-        text = file.expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = getattr(exc, "strerror", None) or exc
-        raise ConfigError(f"{flag} {file}: cannot be read ({reason}); expected a text in UTF-8 on each line") from exc
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if len(lines) < separation.LEAST:
-        raise ConfigError(f"{flag} {file}: {len(lines)} lines with a text, expected at least {separation.LEAST}")
-    return lines
-
-
-def _tokens(tokenizer: Any, file: Path, lines: Sequence[tuple[int, str]]) -> Iterator[list[int]]:
-    for number, line in lines:
-        ids = tokens_of(tokenizer, line)
-        if not 1 < len(ids) <= MAX_TOKENS:
-            raise ConfigError(f"{file}: line {number} has {len(ids)} tokens, expected 2 to {MAX_TOKENS}")
-        yield ids
-
-
-def _wanted(site: str, *, last: bool) -> dict[str, Any]:
-    """What is read at a site: one row."""
-    if last:
-        return {"site": site, "scope": {"positions": [[-1, None]]}, "reduce": "last"}
-    return {"site": site, "scope": {"prompt": True, "skip_first": 1}, "reduce": "mean"}
 
 
 def _show(console: Console, found: Sequence[Found], *, accuracy: bool = False) -> Found:

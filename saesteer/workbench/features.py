@@ -84,7 +84,7 @@ def run(
     else:
         with steps(console, hidden=verbose) as show:
             show("Reading the text")
-            [answer] = read(place, config, options, [ids], {"features": wanted}, verbose=verbose)
+            [answer] = read(place, config, options, [ids], [{"features": wanted}], verbose=verbose)
         entries = answer["features"]
     for entry in entries:
         console.print(_table(entry, assets, words))

@@ -70,18 +70,18 @@ def read(
     config: SaesteerConfig,
     options: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
-    returns: Mapping[str, Any],
+    returns: Sequence[Mapping[str, Any]],
     *,
     verbose: bool = False,
 ) -> list[Mapping[str, Any]]:
-    """What each prompt's answer has of ``returns``.
+    """What each prompt's answer has of its ``returns``.
 
     Args:
         place: the folder or hub id of the model.
         config: its dictionaries, which are loaded whole, and its ``reads``.
         options: of vLLM.
         prompts: token ids; each prompt is a request.
-        returns: the ``return`` of every request.
+        returns: the ``return`` of each request.
         verbose: show vLLM's output.
 
     Raises:
@@ -95,7 +95,7 @@ def read(
         "reads": list(config.reads),
         "max_read_mib": LIMITS["max_read_mib"][2],
     }
-    batch = Batch(prompts, [{"return": dict(returns)}] * len(prompts), max_tokens=1)
+    batch = Batch(prompts, [{"return": dict(one)} for one in returns], max_tokens=1)
     whole = replace(config, dictionaries=sources)
     [answers] = ask(place, whole, {**options, **once}, [batch], verbose=verbose)
     return [one.saesteer for one in answers]

@@ -3,7 +3,9 @@
 import json
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from safetensors import safe_open
 
 from saesteer.errors import ConfigError
 from saesteer.loaders.vectors import read_vectors
-from saesteer.workbench import contrast, separation
+from saesteer.workbench import contrast, separation, texts
 from saesteer.workbench.reads import read_text
 from saesteer.workbench.separation import Direction, Rows, Separation, split
+from saesteer.workbench.texts import read_lines
 from tests.cli.commands import saesteer
 
 D, SITES = 12, ("resid_post.3", "resid_post.5")
@@ -103,6 +106,12 @@ class World:
         return answers
 
 
+def wanted(begin: int, end: int) -> dict[str, Any]:
+    """What is asked for at each site."""
+    scope = {"positions": [[begin, end]]}
+    return {"activations": [{"site": one, "scope": scope, "reduce": "mean"} for one in SITES]}
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
@@ -110,7 +119,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(contrast, "check", lambda place, config: None)
     monkeypatch.setattr(contrast, "layers_of", lambda place: 8)
     monkeypatch.setattr(contrast, "tokenizer_of", lambda place: None)
-    monkeypatch.setattr(contrast, "tokens_of", made.tokens)
+    monkeypatch.setattr(texts, "tokens_of", made.tokens)
     monkeypatch.setattr(contrast, "read", made.read)
     return made
 
@@ -136,14 +145,14 @@ def test_a_vector_is_written_and_read_back(
         p, n = split(every[:20])[0], split(every[20:])[0]
         np.testing.assert_allclose(found.rows[layer], p.mean(0) - n.mean(0), rtol=1e-6)
     with safe_open(out, "np") as opened:
-        about = {"made_by": "saesteer vector", "model": "any", "sites": ",".join(SITES), "tokens": "mean"}
+        about = {"made_by": "saesteer vector", "model": "any", "tokens": "mean"}
         assert opened.metadata() == about
     said = capsys.readouterr().out
     assert "resid_post.5 separates best" in said
     assert f"--vector NAME={out}" in said
     assert "accuracy" not in said
-    scope = {"prompt": True, "skip_first": 1}
-    assert world.returns == {"activations": [{"site": one, "scope": scope, "reduce": "mean"} for one in SITES]}
+    assert found.kind == "resid_post"
+    assert world.returns[0] == wanted(1, 4)
 
 
 def test_a_probe_is_written_and_read_back(
@@ -151,7 +160,7 @@ def test_a_probe_is_written_and_read_back(
 ) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     out = tmp_path / "p.safetensors"
-    contrast.probe(Console(width=200), "any", *files, SITES, out=out, last=True)
+    contrast.probe(Console(width=200), "any", *files, SITES, out=out, tokens="last")
     found = read_vectors(out)
     assert found.layers == (5,), "the best site alone, since a file has one bias"
     every = np.array(world.rows[SITES[1]], np.float64)
@@ -160,13 +169,53 @@ def test_a_probe_is_written_and_read_back(
     said = capsys.readouterr().out
     assert "100.0%" in said
     assert "resid_post.5 separates best" in said
-    scope = {"positions": [[-1, None]]}
-    assert world.returns == {"activations": [{"site": one, "scope": scope, "reduce": "last"} for one in SITES]}
+    assert world.returns[0] == wanted(3, 4)
+
+
+class Chats:
+    """A tokenizer of letters, with a template that strips texts and puts a word behind them."""
+
+    def apply_chat_template(self, chat: Any, *, tokenize: bool, continue_final_message: bool) -> str:
+        assert continue_final_message and not tokenize
+        whole = "".join(f"<{one['role']}>{one['content'].strip()}<end>" for one in chat)
+        return whole.removesuffix("<end>") if "lost" not in whole else whole
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any:
+        spans = [(at, at + 1) for at in range(len(text))]
+        return SimpleNamespace(input_ids=[ord(letter) for letter in text], offset_mapping=spans)
+
+
+def test_the_answers_of_chats_are_read(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the template puts around them; a text may have several lines."""
+    monkeypatch.setattr(contrast, "tokenizer_of", lambda place: Chats())
+    places = []
+    for name, answer in (("good", " (A)\n"), ("bad", "(B) ")):
+        chat = [{"role": "user", "content": "which?"}, {"role": "assistant", "content": answer}]
+        lines = [json.dumps({"messages": chat})] * 3 + [json.dumps(chat), json.dumps(f"it\nis {WARM}")]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        places.append(tmp_path / f"{name}.jsonl")
+    words: dict[str, Any] = {"sites": SITES, "out": tmp_path / "v.safetensors"}
+    words |= {"positive": places[0], "negative": places[1]}
+    whole = len("<user>which?<end><assistant>(A)")
+    for tokens, (begin, end) in {"mean": (3, 0), "last": (1, 0), "second-last": (2, 1)}.items():
+        with suppress(ConfigError):  # all rows are as random as the last token says
+            contrast.vector(Console(), "any", **words, tokens=tokens)
+        assert world.returns[0] == wanted(whole - begin, whole - end)
+        assert world.returns[-1] == {"mean": wanted(1, 4), "last": wanted(3, 4), "second-last": wanted(2, 3)}[tokens]
+    for line, message in (
+        ({"role": "assistant", "content": "x"}, "line 5 is no text or chat, expected a JSON string"),
+        ([{"role": "user", "content": "x"}], "line 5 is no text or chat"),
+        ([{"role": "assistant", "content": "lost"}], "line 5: the model's chat template changes the answer"),
+        ([3, {"role": "assistant", "content": "x"}], r"line 5: the model's chat template .* \(TypeError\)"),
+    ):
+        places[0].write_text("\n".join([*places[1].read_text().split("\n")[:4], json.dumps(line)]))
+        with pytest.raises(ConfigError, match=message):
+            contrast.vector(Console(), "any", **words)
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "marked").write_text("one\ntwo\nthree\nfour\n", encoding="utf-8-sig")
-    assert contrast.read_lines("--positive", tmp_path / "marked")[0] == (1, "one")
+    assert read_lines("--positive", tmp_path / "marked")[0] == (1, "one")
     assert read_text(tmp_path / "marked", 100).startswith("one")
 
 
@@ -216,10 +265,10 @@ def test_limits_are_told_with_their_numbers(
         patched.setattr(contrast, "MAX_ROWS", 279)
         refused("texts times sites are 280, expected at most 279")
     with monkeypatch.context() as patched:
-        patched.setattr(contrast, "MAX_BYTES", 100)
+        patched.setattr(texts, "MAX_BYTES", 100)
         refused("--positive .*: 240 bytes, expected at most 100")
     with monkeypatch.context() as patched:
-        patched.setattr(contrast, "MAX_TOKENS", 3)
+        patched.setattr(texts, "MAX_TOKENS", 3)
         refused("positive: line 1 has 4 tokens, expected 2 to 3")
 
 
@@ -268,7 +317,7 @@ def test_a_probe_of_the_real_model_scores_in_the_server(moods: list[str], tmp_pa
     from saesteer.plugin.job import Batch, run
 
     out = tmp_path / "mood.safetensors"
-    done = saesteer("probe", *moods, "--last", "--site", "resid_post.8,resid_post.15", "--out", str(out))
+    done = saesteer("probe", *moods, "--tokens", "last", "--site", "resid_post.8,resid_post.15", "--out", str(out))
     assert done.returncode == 0, done.stderr
     [layer] = read_vectors(out).layers or ()
     assert f"resid_post.{layer} separates best" in done.stdout
