@@ -152,6 +152,32 @@ def test_what_stands_around_a_place_says_what_the_file_does_not(tmp_path: Path) 
         read_vectors(f"{rows}#3@nowhere")
 
 
+# The beginning of a row of docs/coming-from.md -> a file as that project writes it, and the rows that it has here.
+COMING: dict[str, tuple[Write, dict[int | None, Any]]] = {
+    "[vLLM-Lens]": (
+        lambda f: torch_file(f / "v.pt", T.bfloat16()[None]),
+        dict(enumerate(T.bfloat16().float().numpy())),
+    ),
+    "[EasySteer]": (lambda f: control_vector(f / "v.gguf", {0: A[0], 1: A[1], 2: A[2]}, method="pca"), EACH),
+    "[vLLM-Hook]": (lambda f: torch_file(f / "v.pt", {"dir": A[0], "avg_proj": T[0, 0]}), {15: A[0]}),
+    "[repeng]": (lambda f: control_vector(f / "v.gguf", {2: A[2], 1: A[1]}), {1: A[1], 2: A[2]}),
+    "[steering-vectors]": (lambda f: torch_file(f / "v.pt", {"layer_activations": {7: T[0]}}), {7: A[0]}),
+    "probes in the": (lambda f: torch_file(f / "v.pt", linear(T[:1], T[1, :1])), {None: A[0]}),
+}
+
+
+def test_the_files_of_other_systems_are_read_as_their_rows_say(tmp_path: Path) -> None:
+    rows = [line[2:] for line in Path("docs/coming-from.md").read_text().splitlines() if "`--vector" in line]
+    assert rows and all(row.startswith((*COMING,)) for row in rows), "a row without a file"
+    for begin, (write, expected) in COMING.items():
+        [row] = [row for row in rows if row.startswith(begin)]
+        place = str(write(tmp_path)) + "@resid_post.15" * ("FILE.pt@resid_post.LAYER" in row)
+        found = read_vectors(place)
+        assert {layer: row.tolist() for layer, row in found.rows.items()} == {
+            layer: row.tolist() for layer, row in expected.items()
+        }, begin
+
+
 def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     """Not of the name, the format or the dtype; but of every value, layer and bias."""
     one = [
