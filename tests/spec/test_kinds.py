@@ -8,6 +8,7 @@ import pytest
 from saesteer.language.spec import ablate, add, cap, clamp, from_json, reconstruct, use
 from saesteer.planning.plan import MOST_CONDITIONS
 from saesteer.planning.planner import END, Catalog, Change, Direction, Plan, Whole, plan
+from tests.spec.catalogs import Set
 from tests.spec.kinds import INFOS, SITES, VECTORS
 from tests.spec.plans import refusal_of
 
@@ -133,6 +134,18 @@ def test_a_bit_is_given_again_behind_its_last_edit() -> None:
 def test_where_a_probe_reads(name: str, site: str, place: str, layer: int | None) -> None:
     (condition,) = planned(gated({"probe": name, "below": 2.0}, site)).conditions
     assert (condition.site, condition.target) == (place, Direction(name, layer))
+
+
+def test_a_vector_that_its_file_holds_to_a_kind_of_site_is_for_no_other() -> None:
+    held = {"post": Set((15, 16), kind="resid_post"), "mlp": Set((16,), kind="mlp_out")}
+    everywhere = Catalog(INFOS, None, 200, VECTORS | held)
+    found = planned(add("post", "resid_pre.16", {"probe": "post"}), catalog=everywhere)
+    assert {(one.site, one.target) for one in found.inputs} == {("resid_post.15", Direction("post", 15))}
+    for site, place in (("mlp_out.16", "mlp_out.16"), ("resid_post.20", "mlp_out.16")):
+        (condition,) = planned(gated({"probe": "mlp", "below": 2.0}, site), catalog=everywhere).conditions
+        assert (condition.site, condition.target) == (place, Direction("mlp", 16))
+    field, code, message = refusal(add("mlp", "resid_post.16"), catalog=everywhere)
+    assert (field, code) == ("saesteer.edits[0].site", "conflict") and "for mlp_out, expected that" in message
 
 
 def test_reconstruct_takes_the_clamps_before_it() -> None:
