@@ -45,6 +45,7 @@ NAVIGATION = {
         "docs/operating",
         "notebooks/team",
         "docs/consumers",
+        "docs/clients",
         "docs/bridges",
         "docs/performance",
         "docs/versions",

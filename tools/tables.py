@@ -29,7 +29,7 @@ from saesteer.plugin.http import statuses
 from saesteer.plugin.results import metrics
 from saesteer.workbench.cli import app
 from tests.loaders import across, every
-from tools import measured, schemas
+from tools import clients, measured, schemas
 from tools.contract import RELEASES
 
 ROOT = Path(__file__).parents[1]
@@ -313,6 +313,7 @@ def versions() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "clients": clients.table,
     "codes": codes,
     "commands": commands,
     "dictionaries": dictionaries,

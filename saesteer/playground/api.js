@@ -26,7 +26,9 @@ export async function firstOf() {
 }
 
 export async function listModels() {
-  return (await json("models")).data.map((one) => one.id);
+  const { data } = await json("models");
+  const ofModule = (one) => one.parent && one.id.startsWith(`${one.parent}:`); // steers the plain answer as well
+  return data.filter((one) => !ofModule(one)).map((one) => one.id);
 }
 
 export async function listDictionaries() {
