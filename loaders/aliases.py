@@ -82,6 +82,8 @@ def place_in(name: str) -> Place:
     kind, _, layer = site.partition(".")
     if kind in KINDS and layer.isdecimal():
         return Place(*parse(canonical(site)))
+    if name in KINDS:
+        return Place(name)
     return Place(None, layer_in(PurePath(name.replace(".", "_"))))
 
 

@@ -57,7 +57,7 @@ def meaning(asked: Asked, held: Contents) -> Found:
     if asked.array is not None:
         arrays, row = _picked(path, arrays, asked.array)
     if len(arrays) != 1:
-        found = _several(path, arrays)
+        found = _several(path, arrays, said)
     else:
         [(name, array)] = arrays.items()
         place = _joined(path, name, place_in(name), said)
@@ -97,9 +97,9 @@ def _one(asked: Asked, name: str, array: Numbers, place: Place, layers: list[int
     return Found(dict(enumerate(numbers)), place.kind, len(array))
 
 
-def _several(path: Path, arrays: dict[str, Numbers]) -> Found:
+def _several(path: Path, arrays: dict[str, Numbers], said: Place) -> Found:
     """Arrays that are named by their places."""
-    places = {name: place_in(name) for name in arrays}
+    places = {name: _joined(path, name, place_in(name), said) for name in arrays}
     if unplaced := [name for name, place in places.items() if place.layer is None]:
         expected = f"one array, names such as layer_12, or {_ONE.format('NAME', unplaced[0])}"
         raise wrong(path, ", ".join(unplaced[:8]), "no name of a layer", expected)

@@ -133,11 +133,13 @@ def test_what_stands_around_a_place_says_what_the_file_does_not(tmp_path: Path) 
     """A row, an array, a site, and rows of hidden_states; the rows of an array are layers of one kind of model only."""
     rows = npy(tmp_path / "rows.npy", B)
     two = tensors(tmp_path / "two.safetensors", a=A[0], layer_3=A[1])
+    several = torch_file(tmp_path / "several.pt", {"layer_3": T[0], "layer_5": T[1], "hook": "mlp_out"})
     for place, kind, found, stack in (
         (f"{rows}", None, dict(enumerate(B)), 5),
         (f"{rows}#3@resid_post.20", "resid_post", {20: B[3]}, None),
         (f"{rows}@mlp_out.4", "mlp_out", {4: B[4]}, 5),
         (f"{two}#a", None, {None: A[0]}, None),
+        (f"{several}", "mlp_out", {3: A[0], 5: A[1]}, None),
         (f"{two}#layer_3@resid_pre.9", "resid_post", {8: A[1]}, None),
         (f"hidden_states:{rows}", "resid_post", {0: B[1], 1: B[2], 2: B[3]}, 4),
         (f"hidden_states:{rows}@resid_pre.2", "resid_post", {1: B[2]}, 4),
@@ -279,6 +281,10 @@ WRONG: dict[str, tuple[Write, str]] = {
     "pickled-list": (lambda f: torch_file(f / "v.pt", [1, [2]]), "a list; expected tensors by name"),
     "numpy-objects": (lambda f: torch_file(f / "v.pt", np.array([Evil()], object)), "data.pkl: "),
     "layer-and-name": (lambda f: torch_file(f / "v.pt", {"layer_3": T[0], "layer": 4}), "layer_3: at two places"),
+    "layer-and-names": (
+        lambda f: torch_file(f / "v.pt", {"layer_3": T[0], "layer_5": T[1], "layer": 3}),
+        "layer_5: at two places",
+    ),
     "layers-and-rows": (lambda f: npz(f / "v.npz", v=A, layers=[1, 2]), "3 rows for layers [1, 2]"),
     "layer-and-rows": (lambda f: npz(f / "v.npz", v=A, layer=1), "[3, 6]; expected [d] for layer 1, or #ROW behind"),
     "kinds": (lambda f: torch_file(f / "v.pt", {"mlp_out.3": T[0], "z.4": T[1]}), "of mlp_out, z; expected one kind"),
