@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -10,16 +12,23 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm import SamplingParams
+
 from saesteer import hf
 from saesteer.client.client import Client
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import SpecError
-from saesteer.language.spec import as_spec
+from saesteer.language.spec import as_spec, from_json
+from saesteer.plugin.door import frontend
+from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.refusals import refuse_nothing
+from saesteer.plugin.names.versions import Names
+from saesteer.plugin.results.errors import SpecRefused
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS
 from tests.plugin.parity import TOLERANCE, difference
 from tests.plugin.serving import events_of
 from tests.plugin.test_default_http import STREAMS, WHOLE
+from tests.spec.catalogs import CATALOG
 
 HEADER = "x-saesteer-applied"
 OTHER = {**OCEAN, "feature": 7}
@@ -147,3 +156,17 @@ def test_a_server_that_requires_a_spec_refuses_what_asks_for_nothing() -> None:
         refuse_nothing(SaesteerConfig(require=("default",)), as_spec(asked))
     for asked in ({"edits": [BRIDGE]}, {"return": {"hidden": True}}, {"defaults": False}):
         refuse_nothing(SaesteerConfig(require=("spec",)), as_spec(asked))
+
+
+def test_such_a_server_refuses_what_comes_from_any_side() -> None:
+    """A module as the model asks for something, and so do no requests that a default module steers."""
+    check = frontend._checking(lambda _, __, ___, params: SimpleNamespace(sampling_params=params, prompt_token_ids=[1]))
+    catalog = replace(CATALOG, modules={"m": from_json({"edits": []})}, default="m")
+    names, door = Names(catalog, pool_rows=0, layers=4), Door(config=SaesteerConfig(require=("spec",)))
+    server = SimpleNamespace(saesteer_names=names, saesteer_door=door)
+    extra: Any
+    for extra in (None, {"saesteer": {}}, {"other": 1}):
+        with pytest.raises(SpecRefused, match="answers no request without a spec"):
+            check(server, "", {}, SamplingParams(extra_args=extra))
+    for extra in ({"saesteer_model": "m"}, {"saesteer": {"defaults": False}}):
+        check(server, "", {}, SamplingParams(extra_args=extra))
