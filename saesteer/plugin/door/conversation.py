@@ -130,8 +130,8 @@ class Conversation:
             params = replace(self.chat_params, chat_template_kwargs=given)
             return str(self.renderer.render_messages([*messages], params)[1]["prompt"])
 
-        tok_params = self.tok_params or self.renderer.default_chat_tok_params
         try:
+            tok_params = self.tok_params or self.renderer.default_chat_tok_params
             text = render(self.messages, True)
             options = {"add_special_tokens": tok_params.add_special_tokens, "return_offsets_mapping": True}
             made = self.renderer.get_tokenizer()(text, **options)
