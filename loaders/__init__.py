@@ -1,7 +1,5 @@
 """Weight files -> SparseCoder: one module for each format, chosen by the files. Knows no models and no requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -34,7 +32,7 @@ from saesteer.loaders.formats import (
     saelens,
     sparsify,
 )
-from saesteer.loaders.neuronpedia import sources_at
+from saesteer.loaders.neuronpedia import Place, sources_at
 
 __all__ = ["FORMATS", "describe", "is_as_loaded", "largest", "load"]
 
@@ -66,7 +64,7 @@ class UnknownFormat(LoadError):
 hub.NAMES += [name for form in FORMATS.values() for name in form.FILES]
 
 
-def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | None = None) -> SparseCoder:
+def load(place: Place, *, dtype: torch.dtype | None = None, site: str | None = None) -> SparseCoder:
     """The dictionary at a path or hub id; of a cross-layer transcoder one layer's, with the decoder for that layer.
 
     Args:
@@ -85,7 +83,7 @@ def load(place: str | Path, *, dtype: torch.dtype | None = None, site: str | Non
     return replace(coder, info=_placed(place, coder.info))
 
 
-def describe(place: str | Path, *, site: str | None = None, hashed: bool = True) -> CoderInfo:
+def describe(place: Place, *, site: str | None = None, hashed: bool = True) -> CoderInfo:
     """What ``load(place).info`` would be, read from headers and small JSON alone.
 
     The fingerprint covers the whole files, which are read for it once.
@@ -155,13 +153,13 @@ def is_as_loaded(info: CoderInfo) -> bool:
     return same or info.fingerprint == max_act.known(path, now, info.site_in).fingerprint
 
 
-def told(place: str | Path, path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
+def told(place: Place, path: Path, info: CoderInfo, site: str | None) -> CoderInfo:
     """The facts of the files at a path, with the place that was given and what is known from files next to them."""
     found = max_act.known(path, info, site)
     return replace(_placed(place, found), fingerprint=found.fingerprint if info.fingerprint else "")
 
 
-def _placed(place: str | Path, info: CoderInfo) -> CoderInfo:
+def _placed(place: Place, info: CoderInfo) -> CoderInfo:
     """The facts with the place, and with what the place says about its model and its names at Neuronpedia."""
     known = sources_at(place)
     addresses = dict.fromkeys((*info.addresses, *(one.address for one in known)))

@@ -3,8 +3,6 @@
 Nothing beyond a block is held twice. Knows no container and no format's keys.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +27,7 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 COMPLETE = "a complete file"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredArray:
+class StoredArray(NamedTuple):
     """Where one array lies in its file."""
 
     shape: tuple[int, ...]
@@ -41,7 +38,7 @@ class StoredArray:
     stride: int | None = None  # bytes from one item to the next, in a column of a larger array; None: dense
     pitch: int | None = None  # bytes from one row to the next, in a part of a larger array; None: dense
 
-    def only(self, axis: int, at: int) -> StoredArray:
+    def only(self, axis: int, at: int) -> "StoredArray":
         """The part of the array at one index of an axis, which then has the size 1."""
         shape = tuple(1 if number == axis else size for number, size in enumerate(self.shape))
         size, stride = DTYPES[self.dtype].itemsize, None
@@ -61,12 +58,12 @@ class Arrays:
     state: State | None = None  # of the file, before its headers were read
     descriptor: int | None = None  # the file, already open; only with arrays that ``seekable`` found
 
-    def only(self, parts: Mapping[str, int], at: int, descriptor: int) -> Arrays:
+    def only(self, parts: Mapping[str, int], at: int, descriptor: int) -> "Arrays":
         """With some arrays (key -> axis) at one index of an axis; read from an open file, whose position stays."""
         index = {key: self.index[key].only(axis, at) for key, axis in parts.items()}
         return Arrays(self.path, self.index | index, self.metadata, self.state, descriptor)
 
-    def seekable(self) -> Arrays:
+    def seekable(self) -> "Arrays":
         """The same arrays by their places in the file itself; raises LoadError for compressed ones."""
         if not any(array.member for array in self.index.values()):
             return self
@@ -77,7 +74,7 @@ class Arrays:
                 info = archive.getinfo(str(array.member))
                 if info.compress_type != zipfile.ZIP_STORED:
                     raise wrong(self.path, key, "compressed", "numbers as they are: `saesteer convert` writes them")
-                index[key] = replace(array, start=begin(stream, info) + array.start, member=None)
+                index[key] = array._replace(start=begin(stream, info) + array.start, member=None)
         return replace(self, index=index)
 
     def expect(self, required: Set[str], optional: Set[str] = frozenset()) -> None:
@@ -87,7 +84,7 @@ class Arrays:
         for key in sorted(self.index.keys() - required - optional):
             raise wrong(self.path, key, "an unknown key", f"only {', '.join(sorted(required | optional))}")
 
-    def find(self, key: str) -> StoredArray:
+    def find(self, key: str) -> "StoredArray":
         """Where an array lies; raises LoadError if the file has none of this name."""
         if key not in self.index:
             have = ", ".join(sorted(self.index)) or "none"

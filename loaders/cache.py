@@ -46,7 +46,8 @@ def digest_of(file: Path) -> str:
     """
     with file.open("rb") as stream:
         stat = os.fstat(stream.fileno())
-        state, large = _state(stat), stat.st_size >= _LARGE
+        state = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+        large = stat.st_size >= _LARGE
         found = _seen.get(state) or (_kept().get(state) if large else None)
         if found is None:
             settled = time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLED
@@ -57,10 +58,6 @@ def digest_of(file: Path) -> str:
                 _keep(state, found)
         _seen[state] = found
     return found
-
-
-def _state(stat: os.stat_result) -> str:
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def _kept() -> dict[str, str]:

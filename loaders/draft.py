@@ -5,8 +5,6 @@ agree, reads and folds the values and fills in ``CoderInfo``, so all formats sha
 draft, not a place: a place with a dictionary for each layer gives a draft for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
@@ -38,6 +36,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "length_in": ("1",),  # as Draft.lengths, in the file
     "length_out": ("1",),
 }
+KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}  # as many formats call them
 MATRICES = ("w_enc", "w_dec")
 UNASKED = 64 << 20  # bytes of a file that is hashed though nobody asked: 50 ms
 SIZES = ("F", "d_in", "d_out")
@@ -172,7 +171,11 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
     told_in = draft.configs[0] if draft.configs else f"{weights.path}: __metadata__"
     if draft.k is not None and draft.k > features:
         raise wrong(told_in, "k", draft.k, f"at most {axes['F'].name} = {features}")
-    files, wanted = [*draft.configs, *(file.path for file in draft.files)], hashed and draft.later is None
+    files = [*draft.configs, *(file.path for file in draft.files)]
+    # Unasked, small files and those that the hub's cache names by their content.
+    wanted = (hashed and draft.later is None) or all(
+        file.stat().st_size <= UNASKED or file.resolve().parent.name == "blobs" for file in files
+    )
     try:
         return CoderInfo(
             format=name,
@@ -184,18 +187,13 @@ def facts(draft: Draft, name: str, *, hashed: bool = True) -> CoderInfo:
             has_max_act="max_act" in held,
             skip="skip" in held,
             targets=None if draft.later is None else 1 + len(draft.later),
-            fingerprint=fingerprint(files, draft.by_place) if wanted or all(map(_is_hashed_at_once, files)) else "",
+            fingerprint=fingerprint(files, draft.by_place) if wanted else "",
             stored_dtype=str(_dtype(draft)).removeprefix("torch."),
             bytes_on_disk=bytes_on_disk(files),
             **{name: getattr(draft, name) for name in _SHARED},
         )
     except AssertionError as exc:
         raise wrong(told_in, "values", exc, "values that agree with each other and with the arrays") from exc
-
-
-def _is_hashed_at_once(file: Path) -> bool:
-    """True for a small file, and for one that the hub's cache names by its content."""
-    return file.stat().st_size <= UNASKED or file.resolve().parent.name == "blobs"
 
 
 def build(draft: Draft, name: str, dtype: torch.dtype | None) -> SparseCoder:

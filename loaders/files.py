@@ -3,8 +3,6 @@
 A place that ends in ``#name`` is the file ``name.safetensors`` of the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -20,12 +18,13 @@ import yaml
 from saesteer.errors import LoadError
 from saesteer.loaders.cache import digest_of
 from saesteer.loaders.hub import download, is_id, unpinned
-from saesteer.loaders.neuronpedia import resolved
+from saesteer.loaders.neuronpedia import Place, resolved
 
 LARGEST_YAML = 1 << 20
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's name of a large file; a small file's is git's digest, 40 characters
 
+Document = dict[str, Any]  # a small JSON or YAML file
 State = tuple[int, int, int, int]  # what is the same as long as a file is: device, inode, size, time in ns
 
 
@@ -55,7 +54,7 @@ def check_fetched(file: Path) -> None:
             )
 
 
-def fetch(place: str | Path, *, again: bool = False) -> Path:
+def fetch(place: Place, *, again: bool = False) -> Path:
     """The local file or folder that a place names; a hub id is downloaded into the hub's own cache.
 
     Args:
@@ -124,7 +123,7 @@ def there(path: Path) -> bool:
     return True
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Document:
     """A small JSON file that must hold an object.
 
     Raises:
@@ -147,7 +146,7 @@ class _Plain(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> Document:
     """As ``read_json``, of a YAML file of at most 1 MB; its tags make nothing but plain values."""
     check_fetched(file)
     if (size := file.stat().st_size) > LARGEST_YAML:
@@ -159,7 +158,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return document
 
 
-def whole_number(file: Path, document: dict[str, Any], key: str, *, at_least: int = 1) -> int:
+def whole_number(file: Path, document: Document, key: str, *, at_least: int = 1) -> int:
     """``document[key]`` as an int; JSON's true and 3.0 are refused."""
     value = document.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
@@ -186,7 +185,7 @@ def whole_numbers(file: Path, about: Mapping[str, str], key: str, expected: str)
     return tuple(found)
 
 
-def positive(file: Path, document: dict[str, Any], key: str) -> float:
+def positive(file: Path, document: Document, key: str) -> float:
     """``document[key]`` as a finite number above 0."""
     value = document.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -194,7 +193,7 @@ def positive(file: Path, document: dict[str, Any], key: str) -> float:
     return float(value)
 
 
-def flag(file: Path, document: dict[str, Any], key: str, *, default: bool) -> bool:
+def flag(file: Path, document: Document, key: str, *, default: bool) -> bool:
     """``document[key]`` as true or false, default where it is absent."""
     value = document.get(key, default)
     if not isinstance(value, bool):
@@ -202,7 +201,7 @@ def flag(file: Path, document: dict[str, Any], key: str, *, default: bool) -> bo
     return value
 
 
-def text(file: Path, document: dict[str, Any], key: str) -> str | None:
+def text(file: Path, document: Document, key: str) -> str | None:
     """``document[key]`` as a string, or None if it is absent or null."""
     value = document.get(key)
     if value is not None and not isinstance(value, str):
@@ -210,7 +209,7 @@ def text(file: Path, document: dict[str, Any], key: str) -> str | None:
     return value
 
 
-def section(file: Path, document: dict[str, Any], key: str) -> dict[str, Any]:
+def section(file: Path, document: Document, key: str) -> Document:
     """``document[key]``, which must be an object."""
     value = document.get(key)
     if not isinstance(value, dict):
@@ -218,7 +217,7 @@ def section(file: Path, document: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def only(file: Path, document: dict[str, Any], known: Mapping[str, object]) -> None:
+def only(file: Path, document: Document, known: Mapping[str, object]) -> None:
     """Refuses a value other than the one that is known, where the key is there."""
     for key, value in known.items():
         if document.get(key, value) != value:

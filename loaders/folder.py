@@ -1,7 +1,5 @@
 """The dictionaries below a folder, found by the names of files alone. Knows no format's keys, and opens nothing."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Collection

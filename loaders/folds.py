@@ -1,7 +1,5 @@
 """Exact rewritings of a format's arithmetic as ``act(x @ w_enc.T + b_enc)``. Knows no files."""
 
-from __future__ import annotations
-
 import math
 
 import torch

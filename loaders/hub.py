@@ -3,8 +3,6 @@
 Only this file imports huggingface_hub. It knows the names of files of each format, and nothing else of it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import zipfile

@@ -8,8 +8,6 @@ were measured at another site, where the files do not name one, do not count. No
 format.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

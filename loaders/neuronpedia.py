@@ -5,8 +5,6 @@ source, the file source.jsonl of Neuronpedia's export names its place: ``np:FOLD
 name only names: what it leads to is read as any other place, and its features keep the dictionary's own unit.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -25,6 +23,8 @@ _LARGEST = 1 << 20  # bytes of a source.jsonl, which has one line
 _ADDRESS = re.compile(r"[\w.-]{1,60}/[\w.-]{1,60}")
 _CACHED = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?(.*)")  # in the hub's cache
 
+Place = str | Path  # of a dictionary: a path, an id of the hub, or np: and a source
+
 
 class Source(NamedTuple):
     """One row of the table."""
@@ -35,7 +35,7 @@ class Source(NamedTuple):
     address: str = ""  # MODEL/SOURCE; of a row of the table, its key
 
 
-def source_of(place: str | Path) -> Source | None:
+def source_of(place: Place) -> Source | None:
     """What a place that begins with ``np:`` names; None for any other place.
 
     Raises:
@@ -56,7 +56,7 @@ def source_of(place: str | Path) -> Source | None:
     raise LoadError(f"{text}: no source of Neuronpedia that SAELens lists; expected np:MODEL/SOURCE{hint}")
 
 
-def resolved(place: str | Path) -> str | Path:
+def resolved(place: Place) -> Place:
     """The place on the hub that ``np:`` names, or the place itself.
 
     Raises:
@@ -66,7 +66,7 @@ def resolved(place: str | Path) -> str | Path:
     return place if found is None else found.place
 
 
-def sources_at(place: str | Path) -> list[Source]:
+def sources_at(place: Place) -> list[Source]:
     """The sources whose dictionary a place is.
 
     Of ``np:`` it is one; of a place on the hub, or its copy in the hub's cache, those that the table has.
@@ -86,7 +86,7 @@ def addresses(said: object) -> tuple[str, ...]:
     return tuple(words) if all(map(_ADDRESS.fullmatch, words)) else ()
 
 
-def hub_id(path: str | Path) -> str | None:
+def hub_id(path: Place) -> str | None:
     """``org/repo[/folder]`` of a path in the hub's cache; None for any other path."""
     found = _CACHED.fullmatch(str(path))
     return None if found is None else "/".join(filter(None, (found[1].replace("--", "/"), found[2])))

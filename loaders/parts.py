@@ -1,7 +1,5 @@
 """From arrays that hold a matrix for each of several layers to the matrices. Knows no format, and reads no value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,4 +31,4 @@ def _part(whole: StoredArray, axis: int, at: int) -> StoredArray:
     size = DTYPES[whole.dtype].itemsize * math.prod(whole.shape[axis + 1 :])
     shape = whole.shape[:axis] + whole.shape[axis + 1 :]
     pitch = whole.shape[axis] * size if axis else None
-    return replace(whole, shape=shape, start=whole.start + at * size, pitch=pitch)
+    return whole._replace(shape=shape, start=whole.start + at * size, pitch=pitch)

@@ -4,8 +4,6 @@ A file must stay as it was when it was opened: otherwise a read raises. Knows no
 arithmetic for one row as for all of them, so the numbers are those that ``load`` gives.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

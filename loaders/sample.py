@@ -4,8 +4,6 @@ It tells retrained weights from those before, for one megabyte of each array at 
 in which the dictionary is loaded. A change of single features may lie between what it reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

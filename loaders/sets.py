@@ -4,8 +4,6 @@ A set is a file or folder whose format gives several drafts, a folder with dicti
 pattern finds (``FOLDER/layer_*_width_16k_l0_small``). What the members of one name must have in common is checked here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ from saesteer.loaders.aliases import layer_in
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import fetch, there, wrong
 from saesteer.loaders.hub import WEIGHT_SUFFIXES
-from saesteer.loaders.neuronpedia import resolved
+from saesteer.loaders.neuronpedia import Place, resolved
 
 DEEPEST = 4  # folders below the place: layer_20/width_16k/average_l0_71, and one more
 MOST_FOLDERS = 20_000  # looked into; a set has a few tens
@@ -45,7 +43,7 @@ class Member(NamedTuple):
     layer: int | None  # by its sites, or else by its path
 
 
-def members(place: str | Path, layers: Collection[int] | None = None, get: Get = fetch) -> list[Member]:
+def members(place: Place, layers: Collection[int] | None = None, get: Get = fetch) -> list[Member]:
     """The dictionaries of a place, in the order of their layers; one, if it holds a single dictionary.
 
     Args:
@@ -67,7 +65,7 @@ def members(place: str | Path, layers: Collection[int] | None = None, get: Get =
     return sorted(found, key=lambda one: (-1 if one.layer is None else one.layer, one.place))
 
 
-def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
+def _paths(place: Place, layers: Collection[int] | None, get: Get) -> tuple[Path, Sequence[Path]]:
     """The folder that layers are named below, and the files and folders that a place means."""
     whole, text = Path(place).expanduser(), str(place)
     plain, pin = hub.unpinned(text)
@@ -85,7 +83,7 @@ def _paths(place: str | Path, layers: Collection[int] | None, get: Get) -> tuple
     return base, _matching(place, base, pattern)
 
 
-def _matching(place: str | Path, base: Path, pattern: str) -> Sequence[Path]:
+def _matching(place: Place, base: Path, pattern: str) -> Sequence[Path]:
     found = sorted(base.glob(pattern)) if base.is_dir() else []
     if not found:
         raise LoadError(f"{place}: nothing fits this pattern; expected files or folders with dictionaries")
@@ -182,12 +180,8 @@ def only_one_each(place: str, found: Collection[Member]) -> dict[int, Member]:
             raise wrong(one.place, "layer", "named by neither the files nor the path", "a name such as layer_20")
         other = by_layer.setdefault(one.layer, one)
         if other is not one:
+            pattern = re.sub(rf"((?:layers?|blocks|h)[._-]?){one.layer}(?!\d)", r"\1*", one.place)
             kinds = sorted({str(site).partition(".")[0] for site in (one.sites[0], other.sites[0])})
-            hint = f"a kind, as in @{kinds[0]}" if len(kinds) > 1 else f"a pattern such as {_pattern(one)}"
+            hint = f"a kind, as in @{kinds[0]}" if len(kinds) > 1 else f"a pattern such as {pattern}"
             raise wrong(place, f"layer {one.layer}", f"two: {other.place} and {one.place}", f"one, chosen by {hint}")
     return by_layer
-
-
-def _pattern(one: Member) -> str:
-    """Its path, with * in place of the layer."""
-    return re.sub(rf"((?:layers?|blocks|h)[._-]?){one.layer}(?!\d)", r"\1*", one.place)

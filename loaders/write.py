@@ -1,7 +1,5 @@
 """Writes a .safetensors file completely or not at all. Knows no format's keys."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Mapping

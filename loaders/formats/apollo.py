@@ -7,8 +7,6 @@ TransformerLens' GPT-2, whose stream has no mean: the encoder reads x - mean(x).
 several hooks: ``FILE.pt@resid_pre.5`` chooses one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from saesteer.loaders import aliases

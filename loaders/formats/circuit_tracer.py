@@ -15,26 +15,22 @@ Two public sets say less than they mean, so the repository's name counts: that o
 writes as the smaller ones; Facebook's CRV is a topk whose k stands in circuit-tracer's code alone.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases
-from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import numbered, read_yaml, text, whole_number, wrong
+from saesteer.loaders.draft import KEYS, Draft, Sites
+from saesteer.loaders.files import Document, numbered, read_yaml, text, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.parts import split
 
 FILES = ("config.yaml",)
-_KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
 _THRESHOLD = "activation_function.threshold"
 _LAYER = re.compile(r"(?:layer|W_enc)_(\d+)\.safetensors")  # W_enc: of a cross-layer transcoder
 _KINDS = {"transcoder_set": "layer_*.safetensors", "cross_layer_transcoder": "W_enc_*.safetensors"}
 _QWEN = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "mlp.hook_out", "model_name": "Qwen/Qwen3-14B"}
-_UNSAID: dict[str, dict[str, Any]] = {
+_UNSAID: dict[str, Document] = {
     "qwen3-14b-transcoders": _QWEN,
     "crv-8b-instruct-transcoders": {"activation": "topk", "k": 128},
 }
@@ -49,7 +45,7 @@ def draft(place: Path) -> list[Draft] | None:
     across = [one for one in layers if one[1].name.startswith("W_")]
     if config.is_file():
         cfg = _from_path(place) | read_yaml(config)
-    elif layers and set(_KEYS.values()) <= open_arrays(layers[0][1]).index.keys():
+    elif layers and set(KEYS.values()) <= open_arrays(layers[0][1]).index.keys():
         cfg = {"model_kind": "transcoder_set"} | _from_path(place)
     else:
         return None
@@ -67,14 +63,14 @@ def draft(place: Path) -> list[Draft] | None:
     return [(_across if across else _one)(*one, config, cfg) for one in layers]
 
 
-def _one(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+def _one(layer: int, file: Path, config: Path, cfg: Document) -> Draft:
     weights = open_arrays(file)
     activation: Activation = "jumprelu" if _THRESHOLD in weights.index else "relu"
     if text(config, cfg, "activation") == "topk":
         activation = "topk"
     return Draft(
         weights,
-        _KEYS | ({"threshold": _THRESHOLD} if activation == "jumprelu" else {}),
+        KEYS | ({"threshold": _THRESHOLD} if activation == "jumprelu" else {}),
         activation,
         optional={"skip": "W_skip"},
         ignored={"k"} if activation == "topk" else frozenset(),
@@ -86,7 +82,7 @@ def _one(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
     )
 
 
-def _across(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+def _across(layer: int, file: Path, config: Path, cfg: Document) -> Draft:
     """One layer of a cross-layer transcoder."""
     beside = file.with_name(f"W_dec_{layer}.safetensors")
     if not beside.is_file():
@@ -112,14 +108,14 @@ def _across(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
     )
 
 
-def _sites(layer: int, config: Path, cfg: dict[str, Any]) -> Sites:
+def _sites(layer: int, config: Path, cfg: Document) -> Sites:
     hooks = (text(config, cfg, f"feature_{side}_hook") for side in ("input", "output"))
     read, written = aliases.pair(*(f"blocks.{layer}.{hook}" if hook else None for hook in hooks))
     model = text(config, cfg, "model_name")
     return aliases.added(read, model), aliases.added(written, model)
 
 
-def _from_path(place: Path) -> dict[str, Any]:
+def _from_path(place: Path) -> Document:
     """What the config leaves out, as far as the repository's name tells."""
     parts = " ".join(place.absolute().parts)
     return {key: value for name, said in _UNSAID.items() if name in parts for key, value in said.items()}

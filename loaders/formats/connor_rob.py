@@ -10,17 +10,14 @@ Other training code with files of these names has more kinds of SAEs, and says i
 those are refused.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from saesteer.loaders import aliases, sizes
-from saesteer.loaders.draft import Draft
+from saesteer.loaders.draft import KEYS, Draft
 from saesteer.loaders.files import only, read_json, text, wrong
 from saesteer.loaders.opening import open_arrays
 
 FILES = ("*_cfg.json",)  # and the .pt file, which a place names
-_KEYS = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "b_in": "b_dec"}
 
 
 def draft(place: Path) -> Draft | None:
@@ -35,7 +32,7 @@ def draft(place: Path) -> Draft | None:
     site = text(config, cfg, "act_name")
     return Draft(
         open_arrays(place),
-        _KEYS,
+        KEYS | {"b_in": "b_dec"},
         "relu",
         transposed={"w_enc"},
         configs=(config,),

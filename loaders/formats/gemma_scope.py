@@ -7,12 +7,10 @@ hold the same kind of file, so the sites come from the path (the hub's cache kee
 Those of the embedding read the table's rows, which Gemma multiplies by sqrt(d) later. Transcoders read before the gain.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
-from saesteer.loaders.draft import Draft
+from saesteer.loaders.draft import KEYS, Draft
 from saesteer.loaders.opening import open_arrays
 
 FILES = ("params.npz",)
@@ -27,7 +25,7 @@ def draft(place: Path) -> Draft | None:
     if file.suffix != ".npz" or not file.is_file():
         return None
     weights = open_arrays(file)
-    keys = {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec", "threshold": "threshold"}
+    keys = KEYS | {"threshold": "threshold"}
     if "w_enc" in weights.index:
         keys |= {"w_enc": "w_enc", "w_dec": "w_dec"}
     optional = {"ones": "scaling_factor"}

@@ -12,15 +12,12 @@ layer m; parts before layer i mean nothing. It reads and writes where transcoder
 so the config's type or the folder's name must tell; it is refused.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 from saesteer.loaders import aliases
 from saesteer.loaders.draft import Draft, Sites
-from saesteer.loaders.files import numbered, positive, read_json, text, wrong
+from saesteer.loaders.files import Document, numbered, positive, read_json, text, wrong
 from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.parts import split
 
@@ -93,7 +90,7 @@ def _across(layer: int, file: Path, config: Path) -> Draft:
     )
 
 
-def _from_config(file: Path, cfg: dict[str, Any], sites: Sites, model: str | None) -> tuple[Sites, str | None]:
+def _from_config(file: Path, cfg: Document, sites: Sites, model: str | None) -> tuple[Sites, str | None]:
     """What the config says, and for what it leaves out, what the path says."""
     for key, known in (("architecture", ("jump_relu",)), ("type", ("sae", "transcoder"))):
         if cfg.get(key, known[0]) not in known:

@@ -8,8 +8,6 @@ other files do, so they need the name. A file that says more, such as a k, is so
 the layer in the name. The keys of the DeepSeek-R1 files were not seen.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -9,8 +9,6 @@ place of an act_fn topk, too. SAELens works in scaled units and leaves the row l
 features are active, differ. The output of the transcoders is said to be hook_mlp_out; the files were not seen.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from saesteer.loaders import aliases, sizes

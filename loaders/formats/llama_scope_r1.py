@@ -8,8 +8,6 @@ Scope 1, whose threshold is one number, nor llamascopium, whose files have the s
 the row length in the gate, so other features are active there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from saesteer.loaders import aliases, sizes

@@ -12,20 +12,18 @@ A cross-layer transcoder has lists of hooks, W_E [layers, d, F], and W_D.{m} [m 
 to m write at layer m. n is the length of all rows of a feature together. There is a draft for each layer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import aliases, sizes
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import both, flag, one_of, only, read_json, text, whole_number, wrong
+from saesteer.loaders.files import Document, both, flag, one_of, only, read_json, text, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.parts import split
 
 FILES = ("config.json", "sae_weights.safetensors")
-_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "jumprelu": "jumprelu", "topk": "topk"}
+_ACTIVATIONS = "relu", "jumprelu", "topk"
 _AVERAGE = "dataset_average_activation_norm"
 _OTHERS = "W_E[", "b_E[", "W_D.", "b_D.", "activation_function.log_jumprelu_threshold[", _AVERAGE  # of other layers
 _NORMS = ("inference", "token-wise", "dataset-wise")
@@ -53,7 +51,7 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     only(config, cfg, {"use_glu_encoder": False})
     if kind == "clt":
         return _across(file, config, cfg)
-    activation = _ACTIVATIONS[one_of(config, cfg, "act_fn", _ACTIVATIONS)]
+    activation = one_of(config, cfg, "act_fn", _ACTIVATIONS)
     norm = one_of(config, cfg, "norm_activation", _NORMS)
     hooks = text(config, cfg, "hook_point_in"), text(config, cfg, "hook_point_out")
     if norm == "token-wise" and hooks[0] != hooks[1]:
@@ -84,9 +82,9 @@ def draft(place: Path) -> Draft | list[Draft] | None:
     )
 
 
-def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
+def _across(file: Path, config: Path, cfg: Document) -> list[Draft]:
     """The layers of a cross-layer transcoder."""
-    activation = _ACTIVATIONS[one_of(config, cfg, "act_fn", ("relu", "jumprelu"))]
+    activation = one_of(config, cfg, "act_fn", ("relu", "jumprelu"))
     norm = one_of(config, cfg, "norm_activation", ("inference", "dataset-wise"))
     reads, writes = (_hooks(config, cfg, f"hook_points_{side}") for side in ("in", "out"))
     sites = [aliases.pair(*pair) for pair in zip(reads, writes, strict=False)]
@@ -131,7 +129,7 @@ def _across(file: Path, config: Path, cfg: dict[str, Any]) -> list[Draft]:
     return drafts
 
 
-def _hooks(file: Path, cfg: dict[str, Any], key: str) -> list[str]:
+def _hooks(file: Path, cfg: Document, key: str) -> list[str]:
     found = cfg.get(key)
     if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
         raise wrong(file, key, repr(found), "a list of hooks, one for each layer")

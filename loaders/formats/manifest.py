@@ -16,16 +16,14 @@ hooks mlp_in and mlp_out are named after another engine's module and leave open 
 lie, so their sites are None, and the operator names them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders.draft import Axis, Draft
-from saesteer.loaders.files import read_json, section, whole_number, wrong
+from saesteer.loaders.files import Document, read_json, section, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
 
 FILES = ("manifest.json", "layer_*[a-z].safetensors")  # layer_3.safetensors is one of another format's set
@@ -72,24 +70,25 @@ def draft(place: Path) -> list[Draft] | None:
         if not weights.is_file():
             raise wrong(file, "layers", f"[{layer}, {hook!r}] without its file", f"{weights.name} next to it")
         site = None if HOOKS[hook] is None else f"{HOOKS[hook]}.{layer}"
-        made = Draft(
-            open_arrays(weights),
-            keys,
-            activation,
-            configs=(file,),
-            sizes=(Axis("features", rows), Axis("d_model", d_model), Axis("d_model", d_model)),
-            unmistakable=True,
-            order=torch.tensor(clampable).argsort() if complete and not in_order else None,
-            k=k,
-            sites=(site, site),
-            feature_ids=None if complete or in_order else clampable,
-            can_reconstruct=full,
+        drafts.append(
+            Draft(
+                open_arrays(weights),
+                keys,
+                activation,
+                configs=(file,),
+                sizes=(Axis("features", rows), Axis("d_model", d_model), Axis("d_model", d_model)),
+                unmistakable=True,
+                order=torch.tensor(clampable).argsort() if complete and not in_order else None,
+                k=k,
+                sites=(site, site),
+                feature_ids=None if complete or in_order else clampable,
+                can_reconstruct=full,
+            )
         )
-        drafts.append(made)
     return drafts
 
 
-def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, ...]:
+def _clampable(file: Path, manifest: Document, d_sae: int) -> tuple[int, ...]:
     ids = manifest["clampable_features"]
     if not isinstance(ids, list) or not ids:
         raise wrong(file, "clampable_features", repr(ids), "a list of at least one feature")
@@ -101,7 +100,7 @@ def _clampable(file: Path, manifest: dict[str, Any], d_sae: int) -> tuple[int, .
     return tuple(ids)
 
 
-def _activation(file: Path, manifest: dict[str, Any], rows: int, complete: bool) -> tuple[Activation, int | None]:
+def _activation(file: Path, manifest: Document, rows: int, complete: bool) -> tuple[Activation, int | None]:
     activation = manifest["activation"]
     if activation not in ("relu", "jumprelu", "topk"):
         raise wrong(file, "activation", repr(activation), "relu, jumprelu or topk")
@@ -118,7 +117,7 @@ def _activation(file: Path, manifest: dict[str, Any], rows: int, complete: bool)
     return "topk", params["k"]
 
 
-def _sites(file: Path, manifest: dict[str, Any]) -> list[tuple[int, str]]:
+def _sites(file: Path, manifest: Document) -> list[tuple[int, str]]:
     layers = manifest["layers"]
     if not isinstance(layers, list) or not layers:
         raise wrong(file, "layers", repr(layers), "a list of at least one [layer, hook]")

@@ -6,15 +6,12 @@
 act is topk (its k stands in the file, too) or relu. Location and layer stand in the path alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import only, whole_number, wrong
+from saesteer.loaders.files import Document, only, whole_number, wrong
 from saesteer.loaders.opening import open_torch
 
 FILES: tuple[str, ...] = ()  # they are on no hub
@@ -56,7 +53,7 @@ def draft(place: Path) -> Draft | None:
     )
 
 
-def _state(file: Path, said: str) -> dict[str, Any]:
+def _state(file: Path, said: str) -> Document:
     try:
         state = json.loads(said)
     except (ValueError, RecursionError):

@@ -10,8 +10,6 @@ max_act_gaps; and measured, which nothing reads. A file without metadata is acce
 ones had, and if F != d, which shows that it is not transposed like other formats with the same keys.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -29,6 +27,7 @@ from saesteer.loaders.opening import open_arrays
 from saesteer.loaders.write import write_arrays
 
 NAME = "saesteer"
+Said = dict[str, str]  # a file's metadata
 FILES = ("saesteer.safetensors",)
 _KEYS = {"w_enc": "W_enc", "b_enc": "b_enc", "w_dec": "W_dec", "b_dec": "b_dec"}
 _SITE = re.compile(r"[a-z]+(_[a-z]+)*(\.\d+)?")
@@ -40,7 +39,11 @@ def draft(place: Path) -> list[Draft] | None:
     A ``saesteer.safetensors`` is always ours; another file is ours if its metadata or keys say so. Raises LoadError.
     """
     drafts = []
-    for file in _files(place) if place.is_dir() else [place]:
+    files = [place]
+    if place.is_dir():
+        whole = place / FILES[0]
+        files = [whole] if whole.is_file() else sorted(place.glob("*.safetensors"))
+    for file in files:
         if (one := _one(file)) is None:
             return None
         drafts.append(one)
@@ -75,6 +78,8 @@ def _one(file: Path) -> Draft | None:
     if centred and in_norm != "none":
         raise wrong(file, "centred", f"true, with in_norm {in_norm}", "one of the two")
     keys = {"one_threshold" if one else "threshold": "threshold"} if activation == "jumprelu" else {}
+    listed = "feature_ids" in about
+    ids = whole_numbers(file, about, "feature_ids", "a list of whole numbers") if listed else None
     return Draft(
         weights,
         _KEYS | keys,
@@ -90,11 +95,11 @@ def _one(file: Path) -> Draft | None:
         feature_unit=one_of(file, about, "feature_unit", get_args(FeatureUnit), "raw"),
         skip_first=_number(file, about, "skip_first") if "skip_first" in about else 1,
         exclude_special_tokens=_is_true(file, about, "exclude_special_tokens", "false"),
-        feature_ids=_feature_ids(file, about),
+        feature_ids=ids,
         can_reconstruct=_is_true(file, about, "can_reconstruct", "true"),
         model=about.get("model"),
         addresses=addresses(about.get("addresses")),
-        l0=_mean(file, about, "l0"),
+        l0=_l0(file, about),
         max_act_gaps=gaps_in(file, about),
     )
 
@@ -125,62 +130,52 @@ def write(path: Path | str, coder: SparseCoder, *, measured: Mapping[str, object
     write_arrays(Path(path), tensors, _metadata(coder.info) | about)
 
 
-def _metadata(info: CoderInfo) -> dict[str, str]:
+def _metadata(info: CoderInfo) -> Said:
     document = {
         "format": NAME,
         "activation": info.activation,
         "addresses": " ".join(info.addresses) or None,
-        "can_reconstruct": json.dumps(info.can_reconstruct),
-        "centred": "true" if info.centred else None,
-        "exclude_special_tokens": "true" if info.exclude_special_tokens else None,
-        "feature_ids": None if info.feature_ids is None else json.dumps(info.feature_ids),
+        "can_reconstruct": info.can_reconstruct,
+        "centred": info.centred or None,
+        "exclude_special_tokens": info.exclude_special_tokens or None,
+        "feature_ids": info.feature_ids,
         "feature_unit": info.feature_unit,
         "in_norm": info.in_norm,
-        "k": None if info.k is None else str(info.k),
-        "l0": None if info.l0 is None else repr(info.l0),
-        GAPS: json.dumps(info.max_act_gaps) if info.max_act_gaps else None,
+        "k": info.k,
+        "l0": info.l0,
+        GAPS: info.max_act_gaps or None,
         "model": info.model,
         "site_in": info.site_in,
         "site_out": info.site_out,
-        "skip_first": str(info.skip_first),
+        "skip_first": info.skip_first,
     }
-    return {key: value for key, value in document.items() if value is not None}
+    said = {key: value for key, value in document.items() if value is not None}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in said.items()}
 
 
-def _files(folder: Path) -> list[Path]:
-    """``saesteer.safetensors``, or else all .safetensors files of the folder."""
-    file = folder / FILES[0]
-    return [file] if file.is_file() else sorted(folder.glob("*.safetensors"))
-
-
-def _is_true(file: Path, about: dict[str, str], key: str, default: str) -> bool:
+def _is_true(file: Path, about: Said, key: str, default: str) -> bool:
     return bool(one_of(file, about, key, ("true", "false"), default) == "true")
 
 
-def _mean(file: Path, about: dict[str, str], key: str) -> float | None:
-    if key not in about:
+def _l0(file: Path, about: Said) -> float | None:
+    if "l0" not in about:
         return None
     try:
-        value = float(about[key])
+        value = float(about["l0"])
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise wrong(file, f"__metadata__: {key}", repr(about[key]), "a number of features")
+        raise wrong(file, "__metadata__: l0", repr(about["l0"]), "a number of features")
     return value
 
 
-def _site(file: Path, about: dict[str, str], key: str) -> str | None:
+def _site(file: Path, about: Said, key: str) -> str | None:
     if key in about and not _SITE.fullmatch(about[key]):
         raise wrong(file, key, repr(about[key]), "a site such as resid_post.15")
     return about.get(key)
 
 
-def _number(file: Path, about: dict[str, str], key: str) -> int:
+def _number(file: Path, about: Said, key: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", about[key]):
         raise wrong(file, f"__metadata__: {key}", repr(about[key]), "a whole number")
     return int(about[key])
-
-
-def _feature_ids(file: Path, about: dict[str, str]) -> tuple[int, ...] | None:
-    known = "feature_ids" in about
-    return whole_numbers(file, about, "feature_ids", "a list of whole numbers") if known else None

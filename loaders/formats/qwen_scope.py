@@ -5,15 +5,12 @@
 W_enc is [F, d] and W_dec is [d, F], the other way round than in all formats with these names. Nothing is subtracted.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 from saesteer.loaders import sizes
-from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import numbered, only, read_json, text, whole_number, wrong
+from saesteer.loaders.draft import KEYS, Draft
+from saesteer.loaders.files import Document, numbered, only, read_json, text, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
 
 FILES = ("config.json",)  # and the layer's file, which a place names: a set has some tens of them
@@ -35,11 +32,11 @@ def draft(place: Path) -> list[Draft] | None:
     return [_one(layer, file, config, cfg) for layer, file in layers]
 
 
-def _one(layer: int, file: Path, config: Path, cfg: dict[str, Any]) -> Draft:
+def _one(layer: int, file: Path, config: Path, cfg: Document) -> Draft:
     site = f"resid_post.{layer}"
     return Draft(
         open_arrays(file),
-        {"w_enc": "W_enc", "w_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"},
+        KEYS,
         "topk",
         transposed={"w_dec"},
         configs=(config,),

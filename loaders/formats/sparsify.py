@@ -10,8 +10,6 @@ An SAE reads and writes the output of the module, a transcoder reads its input a
 the output of the module mlp depends on the model: its name is looked for in ../config.json and in the run's name.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -10,7 +10,6 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +68,7 @@ def _arrays(path: Path) -> Iterator[tuple[str, object]]:
     yield from opened.metadata.items()
     for key, stored in opened.index.items():
         shape = tuple(size for size in stored.shape if size != 1) or (1,)
-        opened.index[key] = replace(stored, shape=shape)
+        opened.index[key] = stored._replace(shape=shape)
         if len(shape) > 2:
             raise wrong(path, key, f"shape {list(stored.shape)}", MATRIX)
         if len(shape) == 2 and stored.dtype in DTYPES:

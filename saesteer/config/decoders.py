@@ -4,8 +4,6 @@ A front end has no weights, so what it needs of a decoder it reads from where th
 have changed since are refused: their rows would be of other features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from threading import Lock
 
