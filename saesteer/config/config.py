@@ -14,7 +14,7 @@ The wire form is vLLM's ``additional_config["saesteer"]``, so every process of a
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike, fspath
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from saesteer.config.sources import DictionarySource, VectorSource
 from saesteer.errors import ConfigError, SpecError
@@ -41,7 +41,6 @@ LIMITS = {
 _USUAL = {name: usual for name, (_, usual, _) in LIMITS.items()}
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
-_MOST_SITES = 1 << 16
 _MOST_MODELS = _MOST_HOSTS = 64
 
 
@@ -73,6 +72,7 @@ def _up_to(most: float, what: str) -> Check:
     return check
 
 
+_SITES = fields.list_of(_site, 1 << 16)
 _function = fields.one_of(*get_args(Function))
 
 
@@ -132,8 +132,7 @@ def _named(check: Check) -> Check:
     return check_all
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One setting of the operator."""
 
     flag: str  # its flag of ``saesteer serve``; empty: it stands in the settings file or additional_config alone
@@ -171,13 +170,13 @@ OPTIONS: dict[str, Option] = {
     "sites": Option(
         "--sites",
         "SITE,...",
-        fields.list_of(_site, _MOST_SITES),
+        _SITES,
         "Sites to instrument in addition to those of the dictionaries; resid_post.all is every layer. Repeatable.",
     ),
     "reads": Option(
         "--reads",
         "SITE,...",
-        fields.list_of(_site, _MOST_SITES),
+        _SITES,
         "Sites whose tensors requests may read, in addition to those where dictionaries and vectors of one layer read. "
         "Repeatable.",
     ),
@@ -260,7 +259,7 @@ OPTIONS: dict[str, Option] = {
     "capture": Option(
         "--capture",
         "SITE,...",
-        fields.list_of(_site, _MOST_SITES),
+        _SITES,
         "Sites whose rows of every request's tokens go to --capture-folder, without being in answers. Repeatable.",
         ("LLM",),
     ),

@@ -10,7 +10,8 @@ PLACE@mlp_in.9:mlp_out.9   of a transcoder, where it reads and where it writes; 
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
@@ -27,8 +28,7 @@ _SIDE = re.compile(r"(?:([a-z_]+)(?:\.([0-9].*|all))?|([0-9].*))")
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,3})(?:-(0|[1-9][0-9]{0,3}))?")
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class _Choice(NamedTuple):
     """What stands behind the @."""
 
     kinds: tuple[str, ...] = ()  # where it reads, and where a transcoder writes
@@ -89,7 +89,7 @@ def _members(name: str, source: DictionarySource, get: Get) -> dict[int, Diction
     sides = source.site.split(":") if source.site else []
     plain = all(map(_is_site, sides))
     layers = _Choice.read(source.site).layers if source.site and not plain else None
-    found = members(source.path, frozenset(map(_layer, sides[:1])) if sides and plain else layers, get)
+    found = members(source.path, frozenset(parse(side)[1] for side in sides[:1]) if sides and plain else layers, get)
     if len(found) == 1 and plain:
         named = source_of(source.path)
         site = named.site if named and source.site is None and found[0].sites[0] is None else source.site
@@ -141,7 +141,3 @@ def _layers(text: str, whole: str) -> frozenset[int]:
 def _is_site(side: str) -> bool:
     kind, _, layer = side.partition(".")
     return kind in KINDS and layer.isdecimal()
-
-
-def _layer(site: str) -> int:
-    return parse(site)[1]

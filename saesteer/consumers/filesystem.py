@@ -76,8 +76,9 @@ class Filesystem(Consumer):
                 series.failed.rows += len(part)
                 continue
             series.shard.add(request.id, request.choice, part)
-        while self._held() > self._most:
-            self._publish(max((self._captured, *self._series.values()), key=lambda one: one.shard.nbytes))
+        every = self._captured, *self._series.values()
+        while sum(one.shard.nbytes for one in every) > self._most:
+            self._publish(max(every, key=lambda one: one.shard.nbytes))
         self._refuse_failed(series)
 
     def end(self, request: Request) -> Any:
@@ -102,9 +103,6 @@ class Filesystem(Consumer):
 
     def _of(self, request: Request) -> _Series:
         return self._series.setdefault(request, _Series(f"requests/{request.parameters}"))
-
-    def _held(self) -> int:
-        return self._captured.shard.nbytes + sum(one.shard.nbytes for one in self._series.values())
 
     def _parts(self, series: _Series, rows: Rows) -> Any:
         """The rows in parts that fit into a shard; shards that they fill are published in between."""

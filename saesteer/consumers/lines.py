@@ -26,7 +26,8 @@ class _Seen:
     def add(self, rows: Rows) -> None:
         self.rows += len(rows)
         if rows.kind == "features":
-            for index, strength in _features(rows):
+            indices, strengths = (rows.arrays[name].numpy().ravel().tolist() for name in ("indices", "strengths"))
+            for index, strength in zip(indices, strengths, strict=True):
                 if index >= 0:
                     self.top[index] = max(strength, self.top.get(index, strength))
         else:
@@ -42,11 +43,6 @@ class _Seen:
             return ", ".join(f"{index} {strength:.4g}" for index, strength in self.top.items()) or "none active"
         what = "score" if kind == "probe" else "norm"
         return f"mean {what} {self.sum / self.rows:.4g}, largest {self.top['max']:.4g}"
-
-
-def _features(rows: Rows) -> list[tuple[int, float]]:
-    indices, strengths = (rows.arrays[name].numpy().ravel() for name in ("indices", "strengths"))
-    return [*zip(indices.tolist(), strengths.tolist(), strict=True)]
 
 
 class Logging(Consumer):

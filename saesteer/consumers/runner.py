@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from saesteer.consumers.consumer import Consumer, ConsumerError, DiskError, Request, Rows
 from saesteer.errors import ConfigError, SpecError
@@ -28,8 +28,7 @@ _ID = 40  # bytes that a token's id takes in a list
 Count = Callable[[str, str, int], None]  # what: rows, dropped or failures; the consumer's name; how many
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """The options that every consumer has."""
 
     queue_bytes: int = 64 << 20  # of rows that wait for it

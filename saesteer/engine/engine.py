@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.config.assets import Assets
@@ -17,7 +16,7 @@ from saesteer.engine.pool import Pool
 from saesteer.engine.published import Published
 from saesteer.engine.readouts import Reading, Source
 from saesteer.engine.registry import Held, Registry
-from saesteer.engine.table import Arrow, Placement, Places, Row, Rows, rows_of_features
+from saesteer.engine.table import Arrow, Floats, Placement, Places, Row, Rows, Words, rows_of_features
 from saesteer.engine.weights import Site, decodes, fill, probes_of, rooms, rows_read, scratch_for, site_of, source_of
 from saesteer.engine.wire import Wire, decode
 from saesteer.kernels import layout, ops
@@ -85,10 +84,10 @@ class Engine:
         self.sites: dict[str, Site] = {}  # with an op in this process
         all_sites: dict[str, Site] = {}
         self._reads: dict[str, Site] = {}  # where each dictionary reads
-        self._written: dict[tuple[str, int], NDArray[np.float32]] = {}  # what the device does not have yet
+        self._written: dict[tuple[str, int], Floats] = {}  # what the device does not have yet
         placements: dict[str, Placement] = {}
-        shape: dict[str, Any] = {"width": width, "layers": layers, "other_widths": other_widths, "stages": stages}
-        self.catalog, pins = settle(assets.catalog(**shape, model=model))
+        catalog = assets.catalog(width=width, layers=layers, other_widths=other_widths, model=model, stages=stages)
+        self.catalog, pins = settle(catalog)
         widths = {name: self.catalog.width_at(name) or width for name in names}
         pinned, brought = counts(pins), max_rows * config.inline_rows
         pools: tuple[dict[str, Pool], dict[str, Pool]] = {}, {}
@@ -156,7 +155,7 @@ class Engine:
         self._sources: dict[str, Source] = {}  # dictionaries that were read
         self._probes: dict[tuple[tuple[bytes, float, int], ...], Source] = {}  # digest, bias and site of each
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
-        self._staged: dict[int, NDArray[np.int32]] = {}  # rows that the device does not have yet
+        self._staged: dict[int, Words] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
         self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
@@ -317,7 +316,7 @@ class Engine:
         query_start_loc: Tensor,
         num_requests: int,
         num_tokens: int,
-        kinds: NDArray[np.int32],
+        kinds: Words,
         *,
         changed: bool = True,
         counting: bool = True,

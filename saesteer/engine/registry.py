@@ -9,11 +9,10 @@ from collections import ChainMap, Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import numbers_of
 from saesteer.engine.pool import Pool
-from saesteer.engine.table import Arrow, Row
+from saesteer.engine.table import Arrow, Floats, Row
 from saesteer.engine.wire import FEATURE
 from saesteer.planning.digests import DIGEST
 from saesteer.planning.pins import Pins, Place, no_room
@@ -22,7 +21,7 @@ KEPT = 4096  # recently pinned vectors: a request that was admitted before may s
 BROUGHT = 2048  # vectors that requests brought recently: clients send one set of directions with many requests
 
 # Site and slot → what belongs there, Arrow.unit, as wide as the site.
-Written = dict[tuple[str, int], NDArray[np.float32]]
+Written = dict[tuple[str, int], Floats]
 # What a filled row protects from overwriting: all that was pinned after this change (0: nothing), and other slots.
 Held = tuple[int, list[tuple[Pool, bytes]]]
 

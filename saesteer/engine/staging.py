@@ -17,7 +17,7 @@ from torch import Tensor
 
 from saesteer.engine.filer import mark
 from saesteer.engine.sinks import Sink
-from saesteer.engine.writer import MOST, Filing, Owed, Writer
+from saesteer.engine.writer import MOST, Filing, Owed, Part, Writer
 
 logger = logging.getLogger("vllm.saesteer")
 
@@ -52,7 +52,7 @@ class Staging:
         self._shaped: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self._copied: list[Any] = [None, None]  # of each, an event behind its last copy
         self._current = self._used = 0
-        self._steps: list[tuple[Filing, int, int]] = []  # with the first byte of its rows, and the one behind them
+        self._steps: list[Part] = []
         self._some = Event()
 
     def warm(self) -> None:
@@ -130,7 +130,7 @@ class Staging:
             self._main.wait_event(behind)
 
     @torch.inference_mode()  # in which this worker's step is, and the thread below is not
-    def _copy(self, rows: Tensor, steps: Sequence[tuple[Filing, int, int]]) -> Any:
+    def _copy(self, rows: Tensor, steps: Sequence[Part]) -> Any:
         """Start it, and hand what comes to the writer; the event behind it."""
         event = None
         with self._on_side:
@@ -150,9 +150,7 @@ class Staging:
         self._turns += 1
         return event
 
-    def _pieces(
-        self, data: Tensor, steps: Sequence[tuple[Filing, int, int]]
-    ) -> Iterator[tuple[Tensor, Sequence[tuple[Filing, int, int]]]]:
+    def _pieces(self, data: Tensor, steps: Sequence[Part]) -> Iterator[tuple[Tensor, Sequence[Part]]]:
         """All of it, or pieces of what is too much to come home at once, which one step has."""
         if data.nbytes <= self._most:
             yield data, steps

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,15 @@ from saesteer.engine.wire import POWER, TARGET, Wire, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX
 
+Words = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Indices = NDArray[np.intp]
 _FORM = np.array([layout.FLAGS, layout.GATES, TARGET])  # words of a line that a form depends on
 _FORMS = 64  # kept; one of 1,024 entries takes 200 KB
 _RANKS = {"topk": layout.RANKED, "abstopk": layout.RANKED | layout.MAGNITUDE, "groupmax": layout.RANKED}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class Placement(NamedTuple):
     """Where one dictionary lies in its site's weights, and the values that its entries copy."""
 
     base: int  # first row of w_enc at the site where it reads
@@ -31,8 +33,8 @@ class Placement:
     rows: int  # where it is encoded whole: its features, and the inputs of its skip connection
     apart: bool  # whether those are two sites
     info: CoderInfo
-    numbers: NDArray[np.float32]  # [F, 2], bias and threshold; that is 0 for relu and topk, -inf for abstopk
-    max_act: NDArray[np.float32] | None  # [F]
+    numbers: Floats  # [F, 2], bias and threshold; that is 0 for relu and topk, -inf for abstopk
+    max_act: Floats | None  # [F]
 
     @property
     def norm(self) -> int:
@@ -50,20 +52,18 @@ class Placement:
         return self.base, self.rows, self.norm
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class Places(NamedTuple):
     """Where everything that a plan may name lies."""
 
     sites: Mapping[str, int]  # name → index in the tables, in ascending order
     dictionaries: Mapping[str, Placement]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrow:
+class Arrow(NamedTuple):
     """A vector at unit length, and the length that it was divided by; or the rows of a feature, and its max_act."""
 
     digest: bytes  # digest of the numbers
-    unit: NDArray[np.float32]  # [d]; of a feature [2, d], its encoder row and its decoder row
+    unit: Floats  # [d]; of a feature [2, d], its encoder row and its decoder row
     length: float
 
     @classmethod
@@ -73,7 +73,7 @@ class Arrow:
         return cls(digest, rows.reshape(2, -1), float(numbers_of("float32", data[:4])[0]))
 
     @classmethod
-    def several(cls, digests: Sequence[bytes], vectors: NDArray[np.float32]) -> "dict[bytes, Arrow]":
+    def several(cls, digests: Sequence[bytes], vectors: Floats) -> "dict[bytes, Arrow]":
         """Arrows by digest, made from vectors [n, d].
 
         Computed in float64, where no square of a float32 number overflows or vanishes.
@@ -91,38 +91,37 @@ class Arrow:
 class Row:
     """What a request's table row holds; the registry puts the slots of its vectors into the words."""
 
-    words: NDArray[np.int32]  # shortened to what is used
+    words: Words  # shortened to what is used
     # [sites], of layout.KERNELS: which kernels a step with this request needs there; BEFORE and AFTER where it only
     # captures. Requests that ask for the same share it, so a step looks at few of them.
-    kinds: NDArray[np.int32]
+    kinds: Words
     edits: int  # changes of the plan; each counts its tokens in its own column, in the plan's order
     doses: int  # sites whose doses are measured, in the columns after these, in forward order
     counters: int  # all of these columns
     # Whether it does anything at a site. The device numbers the steps with such a row that has counters.
     listed: bool
     uses: tuple[tuple[str, Arrow], ...]  # sites and vectors, whose slots are known when the row is filled
-    at: NDArray[np.intp]  # indices of the words that take slots
-    which: NDArray[np.intp]  # for each such word, the index of its use
+    at: Indices  # indices of the words that take slots
+    which: Indices  # for each such word, the index of its use
     readings: tuple[Reading | None, ...] = ()  # what is made of captured tensors; None: on another stage of a pipeline
     parts: bool = False  # whether an edit of a part waits for the end of the reasoning
     change: int = 0  # change of pins after which all slots were slots of pins; 0: there are other slots, or none yet
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Form:
+class _Form(NamedTuple):
     """What rows have in common whose plans differ only in features, numbers, windows and vectors."""
 
-    words: NDArray[np.int32]  # all but the entries
-    kinds: NDArray[np.int32]  # the next five are a Row's
+    words: Words  # all but the entries
+    kinds: Words  # the next five are a Row's
     doses: int
     counters: int
     listed: bool
     parts: bool
-    places: NDArray[np.intp]  # [entries, ENTRY], where each word of an entry stands
-    ends: NDArray[np.int32]  # GROUP_END of each entry
+    places: Indices  # [entries, ENTRY], where each word of an entry stands
+    ends: Words  # GROUP_END of each entry
     uses: Sequence[tuple[str, int]]  # sites and the numbers of their vectors
-    at: NDArray[np.intp]  # as a Row's
-    which: NDArray[np.intp]
+    at: Indices  # as a Row's
+    which: Indices
 
 
 class Rows:
@@ -158,7 +157,7 @@ class Rows:
         known = form.doses, form.counters, form.listed
         return Row(words, form.kinds, wire.edits, *known, uses, form.at, form.which, parts=form.parts)
 
-    def _form(self, wire: Wire, table: NDArray[np.int32]) -> _Form:
+    def _form(self, wire: Wire, table: Words) -> _Form:
         """That of a plan, with its entries, which already have the bits of their dictionaries."""
         sites = self.places.sites
         targets, flags, gates = (
@@ -229,11 +228,11 @@ class Rows:
 
 
 @lru_cache(256)
-def _shared(kinds: bytes) -> NDArray[np.int32]:
+def _shared(kinds: bytes) -> Words:
     return np.frombuffer(kinds, np.int32)
 
 
-def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence[Arrow]) -> None:
+def _link(table: Words, wire: Wire, places: Places, arrows: Sequence[Arrow]) -> None:
     """Put the dictionaries' slots and values into the entries [entries, ENTRY], and everything into its unit."""
     floats, targets, power = table.view(np.float32), wire.lines[:, TARGET], wire.lines[:, POWER]
     flags = reduce(or_, table[:, layout.FLAGS].tolist(), 0)
@@ -282,7 +281,7 @@ def _link(table: NDArray[np.int32], wire: Wire, places: Places, arrows: Sequence
         law[:] = np.where(finite, np.clip(scaled, -FLOAT32_MAX, FLOAT32_MAX), law)
 
 
-def rows_of_features(info: CoderInfo, features: NDArray[np.int32]) -> NDArray[np.int32]:
+def rows_of_features(info: CoderInfo, features: Words) -> Words:
     """The rows of features, where a file holds only some of them."""
     if info.feature_ids is None:
         return features

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
 from saesteer.engine.readouts import Source
-from saesteer.engine.table import Arrow, Placement
+from saesteer.engine.table import Arrow, Floats, Placement
 from saesteer.kernels import layout
 from saesteer.kernels.bound import Bound
 from saesteer.kernels.read.features import Encoder
@@ -179,7 +178,7 @@ def fill(
         reads.w_dec[inputs].copy_(coder.w_skip.T)
         reads.threshold[inputs] = -math.inf
 
-    def array(tensor: Tensor) -> NDArray[np.float32]:
+    def array(tensor: Tensor) -> Floats:
         return np.ascontiguousarray(tensor.float().cpu().numpy())
 
     max_act = None if coder.max_act is None else array(coder.max_act)

@@ -58,6 +58,9 @@ class Filing(NamedTuple):
             yield lo, hi, Filing([self.sinks[one] for one in here.tolist()], *(one[here] for one in numbers))
 
 
+Part = tuple[Filing, int, int]  # of a step: the first byte of its rows, and the one behind them
+
+
 class Ring:
     """Memory that two processes share, parts of which are taken and given back in one order.
 
@@ -168,7 +171,7 @@ class Writer:
                 return found
             self._pause()
 
-    def put(self, copies: int, steps: Sequence[tuple[Filing, int, int]]) -> None:
+    def put(self, copies: int, steps: Sequence[Part]) -> None:
         """Have rows written.
 
         Args:

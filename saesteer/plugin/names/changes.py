@@ -1,8 +1,7 @@
 """A change of names: what may be changed, and its form for other API servers. Knows no files and no workers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from saesteer.config.checks import check_module
 from saesteer.dictionaries.vectors import Function, VectorSet, from_inline
@@ -18,8 +17,7 @@ MOST = 4096  # vectors, and as many modules
 _STREAM = ["resid_post", "resid_pre", "resid_mid"]
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(NamedTuple):
     """A vector as it was registered."""
 
     vector: tuple[float, ...] | InlineVector

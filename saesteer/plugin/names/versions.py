@@ -14,9 +14,9 @@ from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from saesteer.errors import RegistryError
 from saesteer.language.alike import Alike, Edits, parts_of
@@ -39,8 +39,7 @@ PAUSE = 0.25
 Usage = Mapping[str, tuple[int, int]]  # by site: slots for named vectors in use, and all slots
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Version:
+class Version(NamedTuple):
     """What names stand for, for the requests that are admitted with it."""
 
     number: int  # of the last change, 1 or more; names from the start have the first numbers
@@ -150,7 +149,7 @@ class Names:
             if module is not None:
                 check_default(module, before.catalog)
             catalog = replace(before.catalog, default=module)
-            self._post(replace(before, number=before.number + 1, catalog=catalog), self._stale, self._usage)
+            self._post(before._replace(number=before.number + 1, catalog=catalog), self._stale, self._usage)
 
     async def _shielded(self, engine: Any, name: Name, given: Given | Spec | None) -> tuple[bool, Catalog]:
         # A change that has begun is completed even if its client disconnects.

@@ -9,12 +9,12 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 from saesteer.config.config import KEY
 from saesteer.consumers.consumer import ConsumerError, DiskError
-from saesteer.consumers.feed import Feed, Taker, ticket
+from saesteer.consumers.feed import Feed, ticket
 from saesteer.consumers.known import Consumers
 from saesteer.consumers.runner import ANSWER_SECONDS
 from saesteer.errors import SpecError
@@ -32,8 +32,7 @@ _AT = f"{KEY}.return.consumers"
 _PAUSES = 0.005, 0.25  # seconds between two looks at a consumer, the first and the longest
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What consumers get of a request, for each of its answers."""
 
     consumers: Consumers
@@ -57,9 +56,10 @@ class Wanted:
             rows: what the answer reads.
         """
         place = request_of(state), int(state.request_index or 0)
-        own: list[Taker] = []
-        for name, parameters in self.named:
-            own.append((self.consumers.named[name], ticket(*place, parameters, state.prompt_len)))
+        own = [
+            (self.consumers.named[name], ticket(*place, parameters, state.prompt_len))
+            for name, parameters in self.named
+        ]
         capturing = [
             (runner, ticket(*place, None, state.prompt_len, captured=True)) for runner in self.consumers.capturing
         ]
@@ -74,7 +74,7 @@ def request_of(state: Any) -> str:
 def give(state: Any, feed: Feed, border: int = END) -> None:
     """Hands over what is known to be inputs, before vLLM takes the next output; LLM's loop may wait for consumers."""
     end = state.prompt_len + max(0, state.detokenizer.num_output_tokens() - 1)
-    feed.give(_Tokens(state), end, border=border, wait=state.queue is None)
+    feed.give(partial(_tokens, state), end, border=border, wait=state.queue is None)
 
 
 def finish(state: Any, feed: Feed, reason: Any, border: int = END) -> None:
@@ -91,21 +91,16 @@ def finish(state: Any, feed: Feed, reason: Any, border: int = END) -> None:
         return
     length = state.prompt_len + state.detokenizer.num_output_tokens()
     end, wait = max(state.prompt_len, length - 1), state.queue is None
-    feed.finish(_Tokens(state), end, length, str(reason), border=border, wait=wait)
+    feed.finish(partial(_tokens, state), end, length, str(reason), border=border, wait=wait)
 
 
-class _Tokens:
+def _tokens(state: Any, lo: int, hi: int) -> list[int]:
     """The ids of a request's tokens by position."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def __call__(self, lo: int, hi: int) -> list[int]:
-        prompt = self._state.prompt_len
-        ids = list(self._state.prompt_token_ids[lo:hi])
-        if hi > prompt:
-            ids += self._state.detokenizer.output_token_ids[max(0, lo - prompt) : hi - prompt]
-        return ids
+    prompt = state.prompt_len
+    ids = list(state.prompt_token_ids[lo:hi])
+    if hi > prompt:
+        ids += state.detokenizer.output_token_ids[max(0, lo - prompt) : hi - prompt]
+    return ids
 
 
 @around

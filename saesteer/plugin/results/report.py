@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,16 +160,8 @@ def _receiving(original: Original, self: Any, engine_core_outputs: Any, *args: A
 
 def keep_last_text(detokenizer: Any) -> None:
     """Makes the last token's text stand in the answer: vLLM takes the token before a stop for a stop token."""
-    detokenizer.update = partial(_whole, detokenizer.update)
-
-
-def _whole(update: Callable[[list[int], bool], Any], new_token_ids: list[int], stop_terminated: bool) -> Any:
-    return update(new_token_ids, False)
-
-
-def _is_whole(finish_reason: Any) -> bool:
-    """Whether an answer has ended, and its client still waits for it."""
-    return finish_reason is not None and finish_reason not in (FinishReason.ABORT, FinishReason.ERROR)
+    update = detokenizer.update
+    detokenizer.update = lambda new_token_ids, stop_terminated: update(new_token_ids, False)
 
 
 @around
@@ -185,7 +176,8 @@ def _telling(original: Original, self: Any, token_ids: Any, finish_reason: Any, 
             if answer.feed is not None:
                 made.saesteer_forget = answer.forget
         border = found_in(answer.parts, self)
-        generated, final = self.detokenizer.num_output_tokens(), _is_whole(finish_reason)
+        generated = self.detokenizer.num_output_tokens()
+        final = finish_reason not in (None, FinishReason.ABORT, FinishReason.ERROR)  # and its client still waits for it
         if answer.feed is not None:
             consuming.give(self, answer.feed, border)
         if answer.read is not None:

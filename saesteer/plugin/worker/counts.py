@@ -24,7 +24,7 @@ from saesteer.plugin.worker.drafts import Guesses
 from saesteer.plugin.wrap import Original, around_method_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SteeredBatch:
     """The steered requests of a batch; the same object for as long as the batch is the same."""
 
@@ -38,14 +38,14 @@ class SteeredBatch:
     limited: tuple[NDArray[np.intp], NDArray[np.intp]] | None = field(init=False)  # where their counters are
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "width", max((row.counters for row in self.contents), default=0))
+        self.width = max((row.counters for row in self.contents), default=0)
         places = [
             (number, 1 + row.edits + layout.DOSE_WORDS * site + layout.DOSE_LIMITED)
             for number, row in enumerate(self.contents if self.refusing else ())
             for site in range(row.doses)
         ]
         numbers, columns = np.array(places, dtype=np.intp).reshape(-1, 2).T
-        object.__setattr__(self, "limited", (numbers, columns) if places else None)
+        self.limited = (numbers, columns) if places else None
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ def attach(worker: Any, steering: Any) -> None:
         if watched:
             snapshot.watched, snapshot.look = engine.config.fail_fast_after, steering.health.take()
         if not engine.is_last:
-            return earlier.told(snapshot, ran)
+            return snapshot if ran is None else earlier.Told(snapshot, ran)
         made = getattr(output, made_of, output)
         if made is not None and made.req_ids:  # all steps share vLLM's empty output
             made.saesteer, snapshot.look = snapshot, snapshot.look and snapshot.look.held(made)

@@ -37,8 +37,3 @@ def mark(device: torch.device) -> Any:
     ran = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     ran.record()
     return ran
-
-
-def told(snapshot: Any, ran: Any) -> Any:
-    """What the stage returns."""
-    return snapshot if ran is None else Told(snapshot, ran)

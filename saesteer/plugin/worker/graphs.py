@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from saesteer.engine.engine import Engine
 from saesteer.engine.graph_sets import Sets, Sites, enough, smallest
-from saesteer.engine.wire import Wire, decode
+from saesteer.engine.wire import decode
 from saesteer.kernels import ops
 from saesteer.plugin.results.sending import sent
 from saesteer.plugin.wrap import Original, around_method_of
@@ -78,14 +78,12 @@ class Choice:
         self.at = smallest(self.fits, captured)
 
     def _read(self, plan: bytes) -> int:
-        return enough(self.sets, _needed(decode(plan))) if plan else self._all
-
-
-def _needed(wire: Wire) -> Sites:
-    """Where a request needs ops."""
-    # A site without lines has nothing to do but to capture.
-    reads = frozenset(site for site, groups, changed, _ in wire.sites if not (groups or changed))
-    return Sites(frozenset(site for site, *_ in wire.sites) - reads, reads)
+        if not plan:
+            return self._all
+        sites = decode(plan).sites
+        # A site without lines has nothing to do but to capture.
+        reads = frozenset(site for site, groups, changed, _ in sites if not (groups or changed))
+        return enough(self.sets, Sites(frozenset(site for site, *_ in sites) - reads, reads))
 
 
 class Chosen:

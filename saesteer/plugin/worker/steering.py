@@ -28,6 +28,9 @@ from saesteer.plugin.worker import counts, drafts, graphs, health
 
 logger = logging.getLogger("vllm.saesteer")
 _Known = Callable[[], tuple[Sequence[int], int]]  # of a request, token ids, and how many of them no step computes now
+# What a runner knows of the step that it has launched: where each request's tokens begin, the positions of the first
+# ones, and what lm_head multiplies, on the last stage of a pipeline.
+Launched = tuple[NDArray[Any], NDArray[Any], Tensor | None]
 _RECENT = 64  # rows that are remembered; one with a vector for every layer of a 27B model holds 1.3 MB
 
 
@@ -62,10 +65,8 @@ class Steering:
         self._names: list[str] = []  # all of that batch, whatever has changed since
         self._reads = False  # whether one of them reads
         self._sorted = True  # whether the lanes know the batch
-        # What a runner knows of the step that it has launched, from its ExecuteModelState: where each request's tokens
-        # begin, the positions of the first ones, and what lm_head multiplies, on the last stage of a pipeline. It
-        # returns None where the step has failed, of which vLLM is about to tell.
-        self.step: Callable[[], tuple[NDArray[Any], NDArray[Any], Tensor | None] | None] | None = None
+        # From a runner's ExecuteModelState. It returns None where the step has failed, of which vLLM is about to tell.
+        self.step: Callable[[], Launched | None] | None = None
         self.any = False  # whether one of the last batch's requests has a row
         self.kinds: NDArray[np.int32] | None = None  # of these rows, by site; None: none does anything at a site
         self.counting = False  # whether one of those that do has counters

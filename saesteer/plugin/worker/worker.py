@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from saesteer import __version__
 from saesteer.config.assets import Assets
@@ -31,7 +29,7 @@ from saesteer.plugin.names import rpc
 from saesteer.plugin.reasoning import cached_tokens, known_tokens
 from saesteer.plugin.worker import counts, drafts, graphs, health, layers
 from saesteer.plugin.worker.slots import Rows
-from saesteer.plugin.worker.steering import Steering
+from saesteer.plugin.worker.steering import Launched, Steering
 from saesteer.plugin.wrap import Original, around, around_method_of
 
 logger = logging.getLogger("vllm.saesteer")
@@ -148,7 +146,7 @@ def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
     engine = steering.engine
     warm: list[bool] = []  # the first batch is a dummy one, before any request
 
-    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor] | None:
+    def step() -> Launched | None:
         launched = runner.execute_model_state  # an ExecuteModelState
         if launched is None:
             return None
@@ -187,8 +185,9 @@ def _wrap_v2(runner: Any, state: Any, steering: Steering) -> None:
         if steering.kinds is None:
             engine.rest()
         else:
-            also = {"changed": changed, "counting": steering.counting}
-            engine.schedule(slots, 1, starts, batch.num_reqs, tokens, steering.kinds, **also)
+            engine.schedule(
+                slots, 1, starts, batch.num_reqs, tokens, steering.kinds, changed=changed, counting=steering.counting
+            )
             if steering.parts:
                 engine.find_borders(slots, 1, starts, batch.num_reqs, batch.input_ids)
         return original(input_batch, req_states)
@@ -201,7 +200,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
     numbers: list[int] = []  # rows of the last batch
     warm: list[bool] = []
 
-    def step() -> tuple[NDArray[Any], NDArray[Any], Tensor | None] | None:
+    def step() -> Launched | None:
         launched, batch = runner.execute_model_state, runner.input_batch  # the first is V1's ExecuteModelState
         if launched is None and engine.is_last:
             return None
@@ -255,8 +254,7 @@ def _wrap_v1(runner: Any, steering: Steering) -> None:
         if steering.kinds is None:
             engine.rest()
             return prepared
-        also = {"changed": changed, "counting": steering.counting}
-        engine.schedule(rows, 0, starts, len(rows), tokens, steering.kinds, **also)
+        engine.schedule(rows, 0, starts, len(rows), tokens, steering.kinds, changed=changed, counting=steering.counting)
         if steering.parts:
             engine.find_borders(numbers, 0, runner.query_start_loc.gpu, len(batch), runner.input_ids.gpu)
         return prepared
