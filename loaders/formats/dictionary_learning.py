@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from saesteer.dictionaries.coder import Activation
 from saesteer.loaders import sizes
 from saesteer.loaders.draft import Draft
-from saesteer.loaders.files import both, read_json, section, text, whole_number, wrong
+from saesteer.loaders.files import Document, both, read_json, section, text, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
 
 FILES = ("ae.pt", "config.json")
@@ -86,7 +86,7 @@ def draft(place: Path) -> Draft | None:
     )
 
 
-def _site(file: Path, cfg: dict[str, Any], trainer: dict[str, Any]) -> str | None:
+def _site(file: Path, cfg: Document, trainer: Document) -> str | None:
     """resid_post by the name of the submodule or the folder; other names have no fixed meaning."""
     buffer = section(file, cfg, "buffer") if "buffer" in cfg else {}
     if text(file, buffer, "io") not in (None, "out"):

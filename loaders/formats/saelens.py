@@ -23,12 +23,11 @@ covariance_whitening), single heads of z, and architectures other than one matri
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from saesteer.dictionaries.coder import Activation, InNorm
 from saesteer.loaders import aliases
 from saesteer.loaders.draft import Axis, Draft, Sites
-from saesteer.loaders.files import both, flag, read_json, section, text, whole_number, wrong
+from saesteer.loaders.files import Document, both, flag, read_json, section, text, whole_number, wrong
 from saesteer.loaders.neuronpedia import addresses
 from saesteer.loaders.opening import open_arrays
 
@@ -126,7 +125,7 @@ def draft(place: Path) -> Draft | None:
     )
 
 
-def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _config(file: Path) -> tuple[Document, Document]:
     """cfg.json with today's keys, and the part of it that says where the SAE comes from."""
     cfg = read_json(file)
     if "metadata" not in cfg:
@@ -135,7 +134,7 @@ def _config(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return cfg, section(file, cfg, "metadata")
 
 
-def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
+def _modern(file: Path, flat: Document) -> Document:
     """A flat cfg from before version 6, with today's keys."""
     cfg = {_OLD_NAMES.get(key, key): value for key, value in flat.items()}
     cfg = {"architecture": "standard"} | cfg
@@ -149,7 +148,7 @@ def _modern(file: Path, flat: dict[str, Any]) -> dict[str, Any]:
     return cfg
 
 
-def _skipped(file: Path, about: dict[str, Any]) -> int:
+def _skipped(file: Path, about: Document) -> int:
     """The first position that it was trained on: ``seqpos_slice`` is what Python's slice takes. An end is no limit."""
     said = about.get("seqpos_slice") or [None]
     start = said[0] if isinstance(said, list) and len(said) > 1 else None  # slice(n) begins at 0
@@ -164,7 +163,7 @@ def _unsaid(file: Path) -> str:
     return next((_UNSAID[name] for name in names if name in _UNSAID), "")
 
 
-def _in_norm(file: Path, cfg: dict[str, Any], unsaid: str) -> InNorm:
+def _in_norm(file: Path, cfg: Document, unsaid: str) -> InNorm:
     name = cfg.get("normalize_activations") or "none"
     if not isinstance(name, str) or name not in _NORMS:
         why = _NO_NORM.get(str(name), "a normalisation this loader does not know")
@@ -172,7 +171,7 @@ def _in_norm(file: Path, cfg: dict[str, Any], unsaid: str) -> InNorm:
     return "l2_sqrt_d" if name == "none" and unsaid == "normed" else _NORMS[name]
 
 
-def _options(file: Path, about: dict[str, Any], sites: Sites) -> dict[str, Any]:
+def _options(file: Path, about: Document, sites: Sites) -> Document:
     """How TransformerLens was told to load the model; refuses what gives these sites other tensors."""
     options = section(file, about, _OPTIONS) if about.get(_OPTIONS) is not None else {}
     for key, kinds in _CHANGED.items():
@@ -182,7 +181,7 @@ def _options(file: Path, about: dict[str, Any], sites: Sites) -> dict[str, Any]:
     return options
 
 
-def _is_centred(file: Path, about: dict[str, Any], sites: Sites, in_norm: InNorm, unsaid: str) -> bool:
+def _is_centred(file: Path, about: Document, sites: Sites, in_norm: InNorm, unsaid: str) -> bool:
     """Whether the encoder reads the stream without its mean, which a layer norm takes away by itself."""
     told = flag(file, _options(file, about, sites), "center_writing_weights", default=unsaid == "centred")
     if not told or not aliases.is_written(str(sites[0])) or in_norm == "layer_norm":
@@ -196,7 +195,7 @@ def _is_centred(file: Path, about: dict[str, Any], sites: Sites, in_norm: InNorm
     return centred
 
 
-def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:
+def _site(file: Path, cfg: Document, about: Document) -> str | None:
     if about.get("hook_head_index") is not None:
         raise wrong(file, "hook_head_index", repr(about["hook_head_index"]), "null: one head alone is not a site")
     site = _named(file, about)
@@ -206,7 +205,7 @@ def _site(file: Path, cfg: dict[str, Any], about: dict[str, Any]) -> str | None:
     return site
 
 
-def _named(file: Path, about: dict[str, Any], side: str = "") -> str | None:
+def _named(file: Path, about: Document, side: str = "") -> str | None:
     """The site that is read, or with the side ``_out`` the one that is written, by both names that it may have."""
     name, hf_name = text(file, about, f"hook_name{side}"), text(file, about, f"hf_hook_name{side}")
     model = text(file, about, "model_name")  # of a class of Transformers, hooks are named by the module

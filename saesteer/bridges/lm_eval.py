@@ -6,7 +6,7 @@ answers the tasks without and with the spec and prints both scores. Importing th
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from saesteer.bridges.specs import need_edited, need_prompt_edits, need_report, read_spec
+from saesteer.language.fields import Fields, Json
 
 
 @register_model("saesteer")
@@ -35,8 +36,8 @@ class Steered(LocalCompletionsAPI):
         self._spec = read_spec(spec) if spec else None
         super().__init__(**rest)
 
-    def _create_payload(self, messages: Any, *rest: Any, **named: Any) -> dict[str, Any]:
-        payload: dict[str, Any] = super()._create_payload(messages, *rest, **named)
+    def _create_payload(self, messages: Any, *rest: Any, **named: Any) -> Json:
+        payload: Json = super()._create_payload(messages, *rest, **named)
         return payload if self._spec is None else payload | {"saesteer": self._spec}
 
     def _loglikelihood_tokens(self, requests: Any, **rest: Any) -> Any:
@@ -65,7 +66,7 @@ class Steered(LocalCompletionsAPI):
         return outputs if isinstance(outputs, list) else [outputs]
 
 
-def compare(tasks: Sequence[str], spec: str, model: Mapping[str, Any], **rest: Any) -> list[dict[str, Any]]:
+def compare(tasks: Sequence[str], spec: str, model: Fields, **rest: Any) -> list[Json]:
     """The scores of tasks without and with a spec.
 
     Args:

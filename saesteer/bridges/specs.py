@@ -6,13 +6,14 @@ from typing import Any
 
 from saesteer.errors import ConfigError
 from saesteer.language.edits import Use
+from saesteer.language.fields import Json
 from saesteer.language.spec import from_json
 from saesteer.planning.windows import windows
 
 _LONGEST = 1 << 30  # tokens of a prompt: positions that a scope counts from its beginning are below
 
 
-def read_spec(file: str) -> dict[str, Any]:
+def read_spec(file: str) -> Json:
     """The spec in a file of JSON, checked as far as it can be without a server.
 
     Raises:
@@ -26,7 +27,7 @@ def read_spec(file: str) -> dict[str, Any]:
     return dict(found)
 
 
-def need_prompt_edits(spec: dict[str, Any]) -> None:
+def need_prompt_edits(spec: Json) -> None:
     """Refuse a spec that edits generated tokens alone where a given text is scored: all its tokens are a prompt.
 
     What a module edits is known to the server alone; ``need_edited`` looks at its answer.
@@ -39,7 +40,7 @@ def need_prompt_edits(spec: dict[str, Any]) -> None:
             raise _useless(f"saesteer.edits[{number}]")
 
 
-def need_report(answer: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def need_report(answer: Json) -> list[list[Json]]:
     """What was applied to each choice of an answer to a request with a spec.
 
     Args:
@@ -58,7 +59,7 @@ def need_report(answer: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [one["applied"] for one in found]
 
 
-def need_edited(applied: list[dict[str, Any]], tokens: int) -> None:
+def need_edited(applied: list[Json], tokens: int) -> None:
     """Refuse an answer of which some edit stands behind all tokens of the prompt.
 
     Args:

@@ -23,6 +23,7 @@ from saesteer.client.bodies import (
 from saesteer.client.connection import Connection, translated
 from saesteer.client.responses import Answer, Events, Piece, Route, answer_of, document_of, model_names, read_of
 from saesteer.client.results import Capture, handles_of, result_of
+from saesteer.language.fields import Json
 from saesteer.language.spec import Spec, Steer, as_spec
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Client(Connection[httpx.Client]):
         """
         return self._send("GET", "models", then=model_names)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """What the server is and has: version, models, dictionaries, sites, limits, routes.
 
         Raises:
@@ -108,7 +109,7 @@ class Client(Connection[httpx.Client]):
         feature: int | None = None,
         layer: int | None = None,
         limit: int = 10,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Json]:
         """Features by words in their labels and examples, best first, or what is known of one.
 
         Args:
@@ -152,9 +153,7 @@ class Client(Connection[httpx.Client]):
         """Deletes a result, which makes room for others; errors as ``fetch``."""
         return self._send("DELETE", f"saesteer/results/{quote(handle, safe='')}", then=_nothing)
 
-    def register_vector(
-        self, name: str, vector: NewVector, *, bias: float = 0.0, function: str = "linear"
-    ) -> dict[str, Any]:
+    def register_vector(self, name: str, vector: NewVector, *, bias: float = 0.0, function: str = "linear") -> Json:
         """Registers or replaces a vector. Returns its entry in ``vectors``, and whether one was ``replaced``.
 
         Args:
@@ -171,7 +170,7 @@ class Client(Connection[httpx.Client]):
         """
         return self._administer("POST", "vectors", vector_body(name, vector, bias, function), then=dict)
 
-    def register_module(self, name: str, steer: Steer) -> dict[str, Any]:
+    def register_module(self, name: str, steer: Steer) -> Json:
         """Registers or replaces a module, a spec as for ``chat``; result and errors as ``register_vector``.
 
         Raises:
@@ -196,11 +195,11 @@ class Client(Connection[httpx.Client]):
         """Lets no module steer every request; errors as ``register_vector``, and 409 if the server requires one."""
         return self._administer("DELETE", "default", then=_nothing)
 
-    def vectors(self) -> list[dict[str, Any]]:
+    def vectors(self) -> list[Json]:
         """The named vectors, with shape, layers, version and uses; errors as ``register_vector``."""
         return self._administer("GET", "vectors", then=itemgetter("vectors"))
 
-    def modules(self) -> list[dict[str, Any]]:
+    def modules(self) -> list[Json]:
         """The modules, with version and uses; errors as ``register_vector``."""
         return self._administer("GET", "modules", then=itemgetter("modules"))
 
@@ -228,12 +227,12 @@ class Client(Connection[httpx.Client]):
             response = self._http.get(f"saesteer/results/{quote(handle, safe='')}")
         return result_of(response.status_code, response.content)
 
-    def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
+    def _ask(self, kind: Route, body: Json, model: str | None) -> Answer:
         refuse_several(body)
         body["model"] = model or self._known_model()
         return self._send("POST", kind, body, then=partial(answer_of, kind, steered=self._steered(body)))
 
-    def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> Iterator[Piece]:
+    def _stream(self, kind: Route, body: Json, model: str | None) -> Iterator[Piece]:
         body |= {"model": model or self._known_model(), "stream": True}
         with translated(), self._http.stream("POST", kind, json=body) as response:
             if response.status_code != 200:
@@ -324,12 +323,12 @@ class AsyncClient(Connection[httpx.AsyncClient]):
             response = await self._http.get(f"saesteer/results/{quote(handle, safe='')}")
         return result_of(response.status_code, response.content)
 
-    async def _ask(self, kind: Route, body: dict[str, Any], model: str | None) -> Answer:
+    async def _ask(self, kind: Route, body: Json, model: str | None) -> Answer:
         refuse_several(body)
         body["model"] = model or await self._known_model()
         return await self._send("POST", kind, body, then=partial(answer_of, kind, steered=self._steered(body)))
 
-    async def _stream(self, kind: Route, body: dict[str, Any], model: str | None) -> AsyncIterator[Piece]:
+    async def _stream(self, kind: Route, body: Json, model: str | None) -> AsyncIterator[Piece]:
         body |= {"model": model or await self._known_model(), "stream": True}
         with translated():
             async with self._http.stream("POST", kind, json=body) as response:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from saesteer.errors import RequestRefused, ServerError
-from saesteer.language.fields import fail
+from saesteer.language.fields import Fields, Json, fail
 
 Route = Literal["chat/completions", "completions", "responses"]
 
-Entries = tuple[Mapping[str, Any], ...] | None
+Entries = tuple[Fields, ...] | None
 
 _CODE = re.compile(r"\[([a-z_]+)\]$")  # at the end of a message, if the error has no field for the code
 
@@ -27,7 +27,7 @@ class Report:
     activations: Entries = None  # their numbers: ``numbers``
     hidden: Entries = None
     messages: Entries = None  # where the chat's messages stand
-    consumers: Mapping[str, Any] | None = None  # what consumers made of what was read, by name
+    consumers: Fields | None = None  # what consumers made of what was read, by name
     flags: Entries = None  # rules that have fired
 
 
@@ -37,8 +37,8 @@ class Answer(Report):
 
     text: str
     finish_reason: str | None
-    usage: Mapping[str, Any]
-    raw: Mapping[str, Any]  # the response's JSON
+    usage: Fields
+    raw: Fields  # the response's JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class Piece(Report):
 
     text: str
     finish_reason: str | None  # only in the last piece
-    raw: Mapping[str, Any]  # the event's JSON
+    raw: Fields  # the event's JSON
     index: int = 0
 
 
 _REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden", "messages", "flags")
 
 
-def read_of(told: Answer | Iterable[Piece]) -> dict[str, list[Mapping[str, Any]]]:
+def read_of(told: Answer | Iterable[Piece]) -> dict[str, list[Fields]]:
     """What an answer has read of activations, or all pieces of a choice, and where the chat's messages stand.
 
     Raises:
@@ -131,11 +131,11 @@ def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
     return answer
 
 
-def _choice_text(kind: Route, choice: Mapping[str, Any], message: str) -> str:
+def _choice_text(kind: Route, choice: Fields, message: str) -> str:
     return str((choice["text"] if kind == "completions" else choice[message].get("content")) or "")
 
 
-def _response_text(document: Mapping[str, Any]) -> str:
+def _response_text(document: Fields) -> str:
     parts = (part for item in document["output"] if item.get("type") == "message" for part in item["content"])
     return "".join(str(part.get("text", "")) for part in parts)
 
@@ -201,7 +201,7 @@ def _pieces(kind: Route, data: str) -> Iterator[Piece]:
         raise ServerError(f"the server's stream has no {kind} in it: {data[:200]}", status=200) from exc
 
 
-def _reports(document: Mapping[str, Any]) -> dict[str, Any]:
+def _reports(document: Fields) -> Json:
     """What was applied, the doses and what was read, as far as the server reports them, by the field of an answer."""
     report = document.get("saesteer")
     found = report if isinstance(report, Mapping) else {}

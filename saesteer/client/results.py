@@ -5,10 +5,11 @@ import math
 from base64 import b64decode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from saesteer.client.responses import document_of
 from saesteer.errors import ARRAYS, ServerError, needs
+from saesteer.language.fields import Fields
 from saesteer.language.sites import canonical
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # dtypes, as safetensors calls them
 
 
-def numbers(entry: Mapping[str, Any]) -> "NDArray[np.float32]":
+def numbers(entry: Fields) -> "NDArray[np.float32]":
     """The numbers of an entry of ``activations`` or ``hidden``, float32 [rows, width], or [rows, sites, width].
 
     Those of a bfloat16 or float16 tensor are widened, which is exact. The handle of an entry fetches them itself if it
@@ -36,7 +37,7 @@ def numbers(entry: Mapping[str, Any]) -> "NDArray[np.float32]":
     return found
 
 
-def handles_of(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+def handles_of(entries: Iterable[Fields]) -> list[str]:
     """The handles of the entries of an answer that have a row for each position."""
     return [entry["handle"] for entry in entries if "handle" in entry and "reduce" not in entry]
 
@@ -74,11 +75,11 @@ def _widened(data: bytes, dtype: str, shape: Sequence[int]) -> "NDArray[np.float
 class Capture:
     """What one choice has read of the tensors at sites, with every position's row."""
 
-    messages: tuple[Mapping[str, Any], ...]  # role, index, start and end of each chat message, as the answer has them
+    messages: tuple[Fields, ...]  # role, index, start and end of each chat message, as the answer has them
     _read: Mapping[tuple[str, str], list[tuple[Sequence[int], "NDArray[np.float32]"]]]  # by site and moment
 
     @classmethod
-    def of(cls, report: Mapping[str, Any], fetched: Mapping[str, "NDArray[np.float32]"] | None = None) -> "Capture":
+    def of(cls, report: Fields, fetched: Mapping[str, "NDArray[np.float32]"] | None = None) -> "Capture":
         """The capture of an answer's ``saesteer``, for instance of ``saesteer.LLM``; clients have ``capture``.
 
         Args:

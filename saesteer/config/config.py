@@ -20,7 +20,7 @@ from saesteer.config.sources import DictionarySource, VectorSource
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language import fields
 from saesteer.language.edits import Scope
-from saesteer.language.fields import Check, fail, optional, show
+from saesteer.language.fields import Check, Fields, Json, fail, optional, show
 from saesteer.language.inline import Function
 from saesteer.language.sites import expand_sites
 from saesteer.language.spec import as_object
@@ -97,7 +97,7 @@ def _source(cls: type, from_text: Callable[[str], Any], **parts: Check) -> Check
     return check
 
 
-def _module(value: Any, at: str) -> str | dict[str, Any]:
+def _module(value: Any, at: str) -> str | Json:
     if isinstance(value, str | PathLike):
         return fspath(value)
     found = fields.plain(as_object(value))
@@ -113,7 +113,7 @@ def _scope(value: Any, at: str) -> Scope | None:
     return scope
 
 
-def _options(value: Any, at: str) -> dict[str, Any]:
+def _options(value: Any, at: str) -> Json:
     """The options of a consumer, which checks them itself; null stands for none."""
     return dict(fields.mapping({} if value is None else value, at))
 
@@ -121,7 +121,7 @@ def _options(value: Any, at: str) -> dict[str, Any]:
 def _named(check: Check) -> Check:
     """An object whose keys are valid names in requests, since nobody could request any others."""
 
-    def check_all(value: Any, at: str) -> dict[str, Any]:
+    def check_all(value: Any, at: str) -> Json:
         if not isinstance(value, Mapping):
             fail(at, "wrong_type", f"got {show(value)}, expected an object of name: place")
         return {
@@ -322,7 +322,7 @@ class SaesteerConfig:
     max_read_mib: int = _USUAL["max_read_mib"]  # MiB that one request may read out
     max_edits: int = _USUAL["max_edits"]  # table entries of one request, over all sites
     vectors: Mapping[str, VectorSource] = field(default_factory=dict)
-    modules: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)  # a JSON file's path, or the spec
+    modules: Mapping[str, str | Fields] = field(default_factory=dict)  # a JSON file's path, or the spec
     pool_rows: int = _USUAL["pool_rows"]  # slots at every site for vectors
     inline_rows: int = _USUAL["inline_rows"]  # inline vectors, and features by rows, of one request at every site
     max_results_mib: int = _USUAL["max_results_mib"]  # MiB of all that are kept to be fetched by a handle
@@ -334,7 +334,7 @@ class SaesteerConfig:
     require: tuple[str, ...] = ()  # "default": no request may opt out of it; "spec": each must ask for something
     max_dose: float | None = None  # how much edits may change a token at a site, in stream lengths; None: no limit
     max_dose_action: DoseAction = "clamp"  # what happens to a token above the limit
-    consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # that requests may name, with options
+    consumers: Mapping[str, Fields] = field(default_factory=dict)  # that requests may name, with options
     capture: tuple[str, ...] = ()  # sites whose rows go, for every request, to consumers with the option "all"
     capture_folder: str | None = None  # and into shards here
     fail_fast: bool = False  # whether a request ends once what it computes is not sound
@@ -387,6 +387,6 @@ class SaesteerConfig:
             raise ConfigError(str(exc)) from exc
         return made
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The wire form, for vLLM's ``additional_config``."""
         return asdict(self) | ({"max_dose_action": None} if self.max_dose is None else {})

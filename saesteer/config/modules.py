@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language.fields import closest, listing
+from saesteer.language.fields import Fields, closest, listing
 from saesteer.language.spec import MAX_CHARACTERS, Return, Spec, from_json
 from saesteer.planning.expand import steps
 
 
 def read_modules(
-    sources: Mapping[str, str | Mapping[str, Any]], *, dictionaries: Iterable[str], vectors: Iterable[str]
+    sources: Mapping[str, str | Fields], *, dictionaries: Iterable[str], vectors: Iterable[str]
 ) -> dict[str, Spec]:
     """The modules by name.
 
@@ -43,7 +42,7 @@ def read_modules(
     return modules
 
 
-def _read(name: str, source: str | Mapping[str, Any]) -> Spec:
+def _read(name: str, source: str | Fields) -> Spec:
     place = f" ({source})" if isinstance(source, str) else ""
     try:
         spec = from_json(_text(Path(source).expanduser()) if isinstance(source, str) else source)

@@ -6,7 +6,6 @@ of a folder, so none can get in the way of what is captured.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from saesteer.consumers.consumer import Consumer, DiskError, Request, Rows
 from saesteer.consumers.shards import Place, Shard
 from saesteer.errors import ConfigError
-from saesteer.language.fields import fail, integer, known_field, show
+from saesteer.language.fields import Fields, fail, integer, known_field, show
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _OPTIONS = ("folder", "shard_mib")
@@ -42,7 +41,7 @@ class Filesystem(Consumer):
         ConfigError: an option is wrong, or the folder cannot be written to.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Fields) -> None:
         for name in options:
             if name not in _OPTIONS:
                 known_field(name, "options", _OPTIONS)
@@ -55,7 +54,7 @@ class Filesystem(Consumer):
         self._captured = _Series("captured")
         self._series: dict[Request, _Series] = {}
 
-    def check(self, parameters: Mapping[str, Any], at: str) -> str:
+    def check(self, parameters: Fields, at: str) -> str:
         """The tag: the folder, below ``requests`` in the operator's, of the request's shards."""
         for name in parameters:
             if name != "tag":

@@ -7,17 +7,16 @@ package. Only the code of those that the operator names is loaded.
 import weakref
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
 
 from saesteer.consumers.consumer import Consumer
 from saesteer.consumers.runner import Count, Policy, Runner
 from saesteer.errors import ConfigError, SaesteerError
-from saesteer.language.fields import closest, listing
+from saesteer.language.fields import Fields, closest, listing
 
 GROUP = "saesteer.consumers"
 CAPTURE = "capture"  # the consumer of --capture-folder, in metrics and logs; no request can name it
 
-Factory = Callable[[Mapping[str, Any]], Consumer]
+Factory = Callable[[Fields], Consumer]
 _KNOWN: dict[str, Factory] = {}
 _BUILT_IN = (
     EntryPoint("filesystem", "saesteer.consumers.filesystem:Filesystem", GROUP),
@@ -70,7 +69,7 @@ class Consumers:
 
     @classmethod
     def open(
-        cls, settings: Mapping[str, Mapping[str, Any]], folder: str | None = None, count: Count = lambda *_: None
+        cls, settings: Mapping[str, Fields], folder: str | None = None, count: Count = lambda *_: None
     ) -> "Consumers":
         """The consumers of an operator's settings.
 
@@ -91,7 +90,7 @@ class Consumers:
         return cls(named, tuple(capturing))
 
 
-def _runner(name: str, factory: Factory, options: Mapping[str, Any], count: Count) -> Runner:
+def _runner(name: str, factory: Factory, options: Fields, count: Count) -> Runner:
     policy, rest = Policy.taken(options, f"consumers.{name}")
     try:
         return Runner(name, factory(rest), policy, count)

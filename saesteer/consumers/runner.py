@@ -7,7 +7,7 @@ exception in the consumer, even that of sys.exit, ends what it does for that req
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from saesteer.consumers.consumer import Consumer, ConsumerError, DiskError, Request, Rows
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language.fields import fail, flag, integer, show
+from saesteer.language.fields import Fields, Json, fail, flag, integer, show
 
 logger = logging.getLogger("vllm.saesteer.consumers")
 
@@ -36,7 +36,7 @@ class Policy(NamedTuple):
     all: bool = False  # it gets what --capture reads
 
     @classmethod
-    def taken(cls, options: Mapping[str, Any], at: str) -> tuple["Policy", dict[str, Any]]:
+    def taken(cls, options: Fields, at: str) -> tuple["Policy", Json]:
         """The policy, and the other options.
 
         Raises:
@@ -83,7 +83,7 @@ class Runner:
         self._thread: Thread | None = None
         self._closing = False
 
-    def check(self, parameters: Mapping[str, Any], at: str) -> Any:
+    def check(self, parameters: Fields, at: str) -> Any:
         """What the consumer makes of a request's parameters.
 
         Raises:

@@ -14,16 +14,17 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
 from saesteer.consumers.consumer import SIZES, Array, Rows
 from saesteer.errors import ConfigError
+from saesteer.language.fields import Fields, Json
 
 TENSORS, ABOUT = "rows.safetensors", "rows.json"
 VERSION = 1
@@ -39,8 +40,8 @@ class Shard:
         self.rows = 0
         self._arrays: dict[str, list[Array]] = {}  # by the tensor's name
         self._ends: dict[str, int] = {}  # rows of each
-        self._about: dict[str, Mapping[str, Any]] = {}
-        self._pieces: list[dict[str, Any]] = []
+        self._about: dict[str, Fields] = {}
+        self._pieces: list[Json] = []
 
     def add(self, request: str, choice: int, rows: Rows) -> None:
         """Append the rows of a request."""
@@ -158,7 +159,7 @@ class Place:
                 lock.unlink(missing_ok=True)
 
 
-def shards(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def shards(folder: Path) -> Iterator[tuple[Path, Json]]:
     """The shards below a folder in the order of their names, each with the content of its rows.json."""
     for about in sorted(folder.rglob(ABOUT)):
         if not any(part.startswith(".") for part in about.relative_to(folder).parts):

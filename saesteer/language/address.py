@@ -4,11 +4,10 @@ It stands for a dictionary and an index: ``np:MODEL/SOURCE`` is a name of the di
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from saesteer.language.fields import fail, show
+from saesteer.language.fields import Fields, fail, show
 
 PREFIX = "np:"  # in front of MODEL/SOURCE, where that stands for a dictionary's name
 FORM = r"[^/\s]+/[^/\s]+/[0-9]{1,10}"
@@ -17,7 +16,7 @@ _SAMPLE = "gemma-2-2b/20-gemmascope-res-16k/3124"
 _EXPECTED = f"the address of a feature, such as {_SAMPLE}"
 
 
-def one(given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+def one(given: Fields, at: str) -> Fields:
     """An object that names a feature, with dictionary and index in place of an address.
 
     Args:
@@ -39,7 +38,7 @@ def one(given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
     return {**given, "dictionary": name, "feature": index}
 
 
-def several(given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+def several(given: Fields, at: str) -> Fields:
     """The same of an object that names several features of one dictionary.
 
     Raises:
@@ -72,6 +71,6 @@ def _split(feature: Any, at: str) -> tuple[str, int]:
     return f"{PREFIX}{source}", int(index)
 
 
-def _refuse_both(given: Mapping[str, Any], key: str, at: str) -> None:
+def _refuse_both(given: Fields, key: str, at: str) -> None:
     if given.get("dictionary") is not None:
         fail(f"{at}.dictionary", "conflict", f"stands next to an address in {key}, expected one of the two")

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 from saesteer.language import address
 from saesteer.language.fields import (
     INT32_MAX,
+    Fields,
+    Json,
     Record,
     by,
     fail,
@@ -128,7 +130,7 @@ class Source(Record):
     layer: int | None = may(layer)
 
     @classmethod
-    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    def _spelled_out(cls, given: Fields, at: str) -> Fields:
         return address.one(given, at)
 
     def _whole(self, at: str) -> None:
@@ -233,7 +235,7 @@ class Edit(Record):
                 if isinstance(name := getattr(one, kind, None), str):
                     yield kind, f"{path}{kind}", name
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The canonical JSON object: ``op`` comes first, fields with their default value are left out."""
         return {"op": self.op, **Record.to_json(self)}
 
@@ -271,7 +273,7 @@ class Clamp(TokenEdit):
     layer: int | None = may(layer)
 
     @classmethod
-    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    def _spelled_out(cls, given: Fields, at: str) -> Fields:
         return address.one(given, at)
 
     def _whole(self, at: str) -> None:

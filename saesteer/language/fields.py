@@ -48,6 +48,8 @@ CODES: tuple[str, ...] = get_args(Code)
 _STRENGTHS = ("strength", "coefficient", "coeff", "multiplier", "alpha")  # elsewhere, for value or scale
 _NUMBERS = (int, float)
 
+Json = dict[str, Any]  # an object of JSON
+Fields = Mapping[str, Any]  # one that nobody changes
 Check = Callable[[Any, str], Any]
 R = TypeVar("R", bound="Record")
 
@@ -237,7 +239,7 @@ def sites(value: Any, at: str) -> tuple[str, ...]:
 _sites = list_of(site, 1024, key=canonical, least=("out_of_range", "site"))
 
 
-def by(check: Check, *, key: str | None = None, single: bool = False, missing: str | None = None) -> dict[str, Any]:
+def by(check: Check, *, key: str | None = None, single: bool = False, missing: str | None = None) -> Json:
     """Metadata of a Record's field.
 
     Args:
@@ -287,7 +289,7 @@ class Record:
         self._whole(at)
 
     @classmethod
-    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    def _spelled_out(cls, given: Fields, at: str) -> Fields:
         """A JSON object without short forms that stand for other fields; most records have none."""
         return given
 
@@ -298,9 +300,9 @@ class Record:
         """Itself, since neither a record nor what it holds ever changes: vLLM copies what a request brings."""
         return self
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The canonical JSON object: fields with their default value are left out."""
-        found: dict[str, Any] = {}
+        found: Json = {}
         for key, one in table(type(self)).items():
             value = getattr(self, one.name)
             if one.default is MISSING or value != one.default:
@@ -354,7 +356,7 @@ def record(cls: type[Record]) -> Check:
     return lambda value, at: read(cls, value, at)
 
 
-def mapping(value: Any, at: str, example: str = "") -> Mapping[str, Any]:
+def mapping(value: Any, at: str, example: str = "") -> Fields:
     """A JSON object whose keys are strings."""
     if value.__class__ is not dict and not isinstance(value, Mapping):
         such = f" such as {example}" if example else ""
@@ -383,10 +385,10 @@ def table(cls: type[Record]) -> dict[str, Field[Any]]:
     return _TABLES[cls]
 
 
-_BLANKS: dict[type, tuple[dict[str, Any], frozenset[str]]] = {}
+_BLANKS: dict[type, tuple[Json, frozenset[str]]] = {}
 
 
-def _blank(cls: type[Record]) -> tuple[dict[str, Any], frozenset[str]]:
+def _blank(cls: type[Record]) -> tuple[Json, frozenset[str]]:
     """The default values of a record by their names in Python, and the keys of the fields without one."""
     if cls not in _BLANKS:
         defaults = {one.name: one.default for one in table(cls).values() if one.default is not MISSING}

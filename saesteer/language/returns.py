@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, get_args
 from saesteer.language import address
 from saesteer.language.edits import GENERATED, Interval, Scope, feature, intervals, layer
 from saesteer.language.fields import (
+    Fields,
+    Json,
     Record,
     by,
     fail,
@@ -75,7 +77,7 @@ class FeatureRead(TokenRead):
     layer: int | None = may(layer)
 
     @classmethod
-    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    def _spelled_out(cls, given: Fields, at: str) -> Fields:
         return address.several(given, at)
 
     def _whole(self, at: str) -> None:
@@ -150,9 +152,9 @@ class Consumer:
     text: str
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Json:
         """The JSON object that the request gives to the consumer."""
-        found: dict[str, Any] = json.loads(self.text)
+        found: Json = json.loads(self.text)
         return found
 
 
@@ -186,7 +188,7 @@ def _consumers(value: Any, at: str) -> tuple[Consumer, ...]:
     return tuple(found)
 
 
-def _parameters_of(consumers: tuple[Consumer, ...], at: str) -> dict[str, Any]:
+def _parameters_of(consumers: tuple[Consumer, ...], at: str) -> Json:
     try:
         found = {one.name: one.parameters for one in consumers}
     except ValueError as error:
@@ -254,14 +256,12 @@ class Return(Record):
             change: a function: the path of a read below ``return`` and its scope → the new scope.
         """
         ahead = iter([change(path, scope) for path, scope in self.scopes()])
-        found: dict[str, Any] = {
-            name: tuple(replace(one, scope=next(ahead)) for one in getattr(self, name)) for name in _LISTS
-        }
+        found: Json = {name: tuple(replace(one, scope=next(ahead)) for one in getattr(self, name)) for name in _LISTS}
         if isinstance(self.hidden, HiddenRead):
             found["hidden"] = replace(self.hidden, scope=next(ahead))
         return replace(self, **found)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The canonical JSON object: fields with their default value are left out."""
         found = Record.to_json(self)
         if self.probes:

@@ -31,7 +31,20 @@ from saesteer.language.edits import (
     Strength,
     Use,
 )
-from saesteer.language.fields import Record, fail, known_field, listed, mapping, may, one_of, read, record, show
+from saesteer.language.fields import (
+    Fields,
+    Json,
+    Record,
+    fail,
+    known_field,
+    listed,
+    mapping,
+    may,
+    one_of,
+    read,
+    record,
+    show,
+)
 from saesteer.language.fields import flag as boolean
 from saesteer.language.inline import Array, InlineVector, Vector
 from saesteer.language.returns import ActivationRead, Consumer, FeatureRead, HiddenRead, ProbeRead, Return
@@ -164,7 +177,7 @@ class Spec(Record):
     model: str | None = None  # the module that the request's model names, in front of the edits; no field of the JSON
 
     @classmethod
-    def _spelled_out(cls, given: Mapping[str, Any], at: str) -> Mapping[str, Any]:
+    def _spelled_out(cls, given: Fields, at: str) -> Fields:
         if "op" in given:
             fail(f"{at}.op", "unknown_field", f"is a field of an edit, which belongs into a list: {_LIST}")
         return given
@@ -179,7 +192,7 @@ class Spec(Record):
                 fail(f"{at}.return.{path}.scope.positions", "too_many", message)
 
 
-def from_json(value: str | Mapping[str, Any]) -> Spec:
+def from_json(value: str | Fields) -> Spec:
     """Reads a spec from a JSON object, or from its text.
 
     Raises:
@@ -205,8 +218,8 @@ def _load(document: str) -> Any:
         )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    found: Json = {}
     for key, value in pairs:
         if key in found:
             fail("saesteer", "duplicate", f"got the key {show(key)} twice in one object, expected it once")
@@ -243,13 +256,13 @@ def _named(build: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-Steer = Spec | Edit | Mapping[str, Any] | Sequence[Edit | Mapping[str, Any]] | None  # as as_spec takes it
+Steer = Spec | Edit | Fields | Sequence[Edit | Fields] | None  # as as_spec takes it
 
-Number = float | Strength | Mapping[str, Any]  # a mapping as in JSON
-When = Gate | Mapping[str, Any] | Sequence[Gate | Mapping[str, Any]] | None
-Within = Scope | Mapping[str, Any] | None
+Number = float | Strength | Fields  # a mapping as in JSON
+When = Gate | Fields | Sequence[Gate | Fields] | None
+Within = Scope | Fields | None
 Sites = str | Sequence[str]
-AnyVector = str | Sequence[float] | Array | InlineVector | Mapping[str, Any]
+AnyVector = str | Sequence[float] | Array | InlineVector | Fields
 
 # The functions below have the fields of a record as their arguments, which ``read`` checks as it does JSON.
 

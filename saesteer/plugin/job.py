@@ -10,12 +10,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from saesteer.errors import ConfigError, SaesteerError
+from saesteer.language.fields import Fields, Json
 
 _ERROR = re.compile(
     r"^(?:\(.*?\)\s*)?(?:ERROR\b.*?\]\s*|\S+: (?=error: ))?((?:\w+\.)*\w*(?:Error|Exception|error)): (.+)$"
@@ -36,7 +37,7 @@ class Batch:
     """
 
     prompts: Sequence[str | Sequence[int]]
-    steer: Sequence[Mapping[str, Any] | None] = ()
+    steer: Sequence[Fields | None] = ()
     max_tokens: int = 32
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
@@ -55,7 +56,7 @@ class Completion:
     ids: list[int]
     logprobs: list[float]  # one for each token of ids
     cached: int  # tokens of the prompt that the prefix cache had
-    saesteer: Mapping[str, Any] = field(default_factory=dict)  # what a steered answer reports
+    saesteer: Fields = field(default_factory=dict)  # what a steered answer reports
     first: Sequence[tuple[int, str, float]] = ()  # the likeliest first tokens: id, text, logprob
     seconds: float = 0.0  # until the first token, where vLLM was asked for statistics
 
@@ -64,8 +65,8 @@ def run(
     model: str,
     batches: Sequence[Batch],
     *,
-    dictionaries: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
+    dictionaries: Fields | None,
+    options: Fields,
     verbose: bool = False,
 ) -> list[list[Completion]]:
     """Start an engine, generate the batches one after the other, end it.
@@ -120,7 +121,7 @@ def reason_in(log: str) -> str:
     return f"{found[0][1]}: {found[0][2]}"[:400] if found else ""
 
 
-def _work(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def _work(job: Json) -> list[list[Json]]:
     import vllm
 
     from saesteer.plugin.llm import LLM

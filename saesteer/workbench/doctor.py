@@ -19,6 +19,7 @@ from saesteer.commands.serve import check, resolve
 from saesteer.commands.waiting import load_model, steps
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
+from saesteer.language.fields import Json
 from saesteer.plugin.job import Batch, Completion
 from saesteer.plugin.job import run as run_engine
 from saesteer.workbench import fits, paths
@@ -121,7 +122,7 @@ def _unless_ended(ask: Callable[[], list[list[Completion]]]) -> tuple[list[list[
 FIRST = Batch(PROMPTS, max_tokens=1, fresh=True, top=TOP)
 
 
-def batches(spec: dict[str, Any] | None) -> list[Batch]:
+def batches(spec: Json | None) -> list[Batch]:
     """What both engines generate; with None, the same batches without steering."""
 
     batch = partial(Batch, max_tokens=TOKENS, ignore_eos=True)
@@ -136,7 +137,7 @@ def batches(spec: dict[str, Any] | None) -> list[Batch]:
     ]
 
 
-def conversation(spec: dict[str, Any], *, chat: bool) -> list[Batch]:
+def conversation(spec: Json, *, chat: bool) -> list[Batch]:
     """Several rounds of the same steered conversation; in the last one, nothing is cached before any turn."""
     return [
         Batch([text], [spec], max_tokens=TOKENS, ignore_eos=True, chat=chat, fresh=not turn or cold, follows=turn > 0)
@@ -185,7 +186,7 @@ def _alike(one: Completion, other: Completion, allowed: float) -> bool:
     return True
 
 
-def dictionaries_fit(oracle: Any, names: Iterable[str], place: str, options: dict[str, Any]) -> list[Check]:
+def dictionaries_fit(oracle: Any, names: Iterable[str], place: str, options: Json) -> list[Check]:
     """A check for each dictionary, of what an engine computes on some texts."""
     named = [(name, layer) for name in names for layer in oracle.layers_of(name)]
     infos = {one: oracle.info(*one) for one in named}
@@ -272,7 +273,7 @@ def _same(ours: list[Completion], others: list[Completion]) -> bool:
     return [(one.ids, one.logprobs) for one in ours] == [(one.ids, one.logprobs) for one in others]
 
 
-def _options(oracle: Any) -> dict[str, Any]:
+def _options(oracle: Any) -> Json:
     import torch
 
     context = oracle.model.config.get_text_config().max_position_embeddings
@@ -280,7 +281,7 @@ def _options(oracle: Any) -> dict[str, Any]:
     return {"max_model_len": min(2048, context), "max_num_seqs": 16} | eager
 
 
-def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]:
+def _choose(oracle: Any, dictionary: str, feature: int | None) -> Json:
     """A clamp to twice a strong activation: max_act where the file has it, otherwise the strongest in a prompt."""
     layer = oracle.layers_of(dictionary)[0]
     info = oracle.info(dictionary, layer)
@@ -295,7 +296,7 @@ def _choose(oracle: Any, dictionary: str, feature: int | None) -> dict[str, Any]
     return {"edits": [{"op": "clamp", **where, "feature": chosen, "value": value, "unit": unit}]}
 
 
-def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> float:
+def _distance(oracle: Any, answer: Completion, spec: Json | None) -> float:
     """Teacher-forced: the oracle reads the engine's tokens, so one early difference does not cause later ones."""
     import torch
 
@@ -306,7 +307,7 @@ def _distance(oracle: Any, answer: Completion, spec: dict[str, Any] | None) -> f
     return float((theirs - torch.tensor(answer.logprobs)).abs().mean())
 
 
-def _show(console: Console, spec: dict[str, Any], found: list[Check]) -> None:
+def _show(console: Console, spec: Json, found: list[Check]) -> None:
     edit = spec["edits"][0]
     title = f"{edit['dictionary']} feature {edit['feature']} set to {edit['value']:g} ({edit['unit']})"
     table = rounded("check", "", "seen", title=escape(title))

@@ -6,12 +6,13 @@ input norm the clamp adds that times |x| / sqrt(width), or the standard deviatio
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from saesteer.language.fields import Fields, Json
 from saesteer.language.inline import InlineVector
 
 DOSES = (0.5, 1.0, 2.0, 4.0)  # in max_act
@@ -47,7 +48,7 @@ class Subject(NamedTuple):
     in_norm: str = "none"  # of the dictionary
 
     @property
-    def named(self) -> dict[str, Any]:
+    def named(self) -> Json:
         """The feature, as requests name it."""
         return {"dictionary": self.dictionary, "feature": self.feature}
 
@@ -61,7 +62,7 @@ class Key(NamedTuple):
     feature: int = -1
 
 
-Trials = Iterator[tuple[Key, Mapping[str, Any]]]  # with the spec of each
+Trials = Iterator[tuple[Key, Fields]]  # with the spec of each
 
 
 def plain(prompts: int) -> Trials:
@@ -90,17 +91,17 @@ def controls(subject: Subject, prompts: int, seed: int) -> Trials:
                 yield Key(arm, prompt, dose, subject.feature), {"edits": [_add(subject, dose, row)], "return": _HIDDEN}
 
 
-def score(subject: Subject) -> tuple[Key, Mapping[str, Any]]:
+def score(subject: Subject) -> tuple[Key, Fields]:
     """The forward pass of the output score, on SCORE_PROMPT: the feature gains SCORE_DOSE at the last token."""
     amplified = _clamp(subject, SCORE_DOSE) | {"mode": "add", "scope": _LAST}
     return Key(SCORE, feature=subject.feature), {"edits": [amplified], "return": {"hidden": {"scope": _LAST}}}
 
 
-def _clamp(subject: Subject, dose: float) -> dict[str, Any]:
+def _clamp(subject: Subject, dose: float) -> Json:
     return {"op": "clamp", **subject.named, "value": dose, "unit": "max_act"}
 
 
-def _add(subject: Subject, dose: float, row: NDArray[Any]) -> dict[str, Any]:
+def _add(subject: Subject, dose: float, row: NDArray[Any]) -> Json:
     numbers = np.ascontiguousarray(row, "<f4")
     vector = InlineVector("float32", numbers.shape, numbers.tobytes()).to_json()
     unit, norm = 1.0, "none"
@@ -111,7 +112,7 @@ def _add(subject: Subject, dose: float, row: NDArray[Any]) -> dict[str, Any]:
     return {"op": "add", "vector": vector, "site": subject.site, "scale": strength, "norm": norm}
 
 
-def read_back(answer: Mapping[str, Any]) -> list[float]:
+def read_back(answer: Fields) -> list[float]:
     """What the encoder read of each generated token after a clamp, from what the answer reports."""
     rows = [row for entry in answer.get("features", ()) for row in entry["rows"]]
     return [value for row in rows for value in row["features"].values()]

@@ -4,14 +4,14 @@ Knows the prompt and what the parser is given. ``saesteer.plugin.reasoning`` ask
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.kernels.layout import MOST_CLOSING
-from saesteer.language.fields import fail
+from saesteer.language.fields import Fields, Json, fail
 from saesteer.language.spec import Spec
 from saesteer.planning.expand import steps_of
 from saesteer.planning.plan import END, Catalog
@@ -39,7 +39,7 @@ class Borders:
         catalog: Catalog,
         ids: Sequence[int],
         conversation: Conversation | None,
-        template: Mapping[str, Any],
+        template: Fields,
     ) -> None:
         """Find in a thread what takes a while, if a scope names a part; what is wrong, the door says later.
 
@@ -57,9 +57,7 @@ class Borders:
                 if edited:
                     self._closing_of(given)
 
-    def told(
-        self, ids: Sequence[int], conversation: Conversation | None, template: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], int]:
+    def told(self, ids: Sequence[int], conversation: Conversation | None, template: Fields) -> tuple[Json, int]:
         """What ``border_of`` is told of a request whose scopes name a part of the answer. Arguments as for ``prepare``.
 
         Raises:
@@ -82,7 +80,7 @@ class Borders:
             raise SpecError(f"{found}; expected other scopes", field=KEY, code="not_served") from exc
         return given, 0 if conversation is None else conversation.opening(ids)
 
-    def edited(self, at: str, told: tuple[dict[str, Any], int], ended: int) -> tuple[tuple[int, ...], int]:
+    def edited(self, at: str, told: tuple[Json, int], ended: int) -> tuple[tuple[int, ...], int]:
         """What ends the reasoning in an answer whose parts are edited, and where the prompt has ended it, or END.
 
         Args:
@@ -107,7 +105,7 @@ class Borders:
             fail(f"{at}.scope.part", "not_served", f"{message}; expected it in reads and rules only")
         return tokens, END
 
-    def _closing_of(self, given: Mapping[str, Any]) -> tuple[int, ...]:
+    def _closing_of(self, given: Fields) -> tuple[int, ...]:
         key = hashlib.sha256(repr(given).encode(errors="surrogatepass")).digest()
         found = self._closing.get(key)
         if found is None:

@@ -1,12 +1,11 @@
 """A change of names: what may be changed, and its form for other API servers. Knows no files and no workers."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 from saesteer.config.checks import check_module
 from saesteer.dictionaries.vectors import Function, VectorSet, from_inline
 from saesteer.errors import RegistryError, SpecError
-from saesteer.language.fields import closest, listing, number, one_of, show, text
+from saesteer.language.fields import Fields, Json, closest, listing, number, one_of, show, text
 from saesteer.language.inline import InlineVector, vector
 from saesteer.language.sites import canonical
 from saesteer.language.spec import Spec, from_json
@@ -43,14 +42,14 @@ class Given(NamedTuple):
         """The directions."""
         return from_inline(self.vector, bias=self.bias, function=self.function)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """What ``read`` takes."""
         inline = self.vector
         vector = inline.to_json() if isinstance(inline, InlineVector) else list(inline)
         return {"vector": vector, "bias": self.bias, "function": self.function}
 
 
-def read(told: Mapping[str, Any]) -> tuple[dict[str, VectorSet | None], dict[str, Spec | None]]:
+def read(told: Fields) -> tuple[dict[str, VectorSet | None], dict[str, Spec | None]]:
     """Read the vectors and modules that changes put, by name, from their JSON objects; None for a deleted one."""
     vectors = {
         name: None if one is None else Given.read(one["vector"], one["bias"], one["function"]).decode()
@@ -59,7 +58,7 @@ def read(told: Mapping[str, Any]) -> tuple[dict[str, VectorSet | None], dict[str
     return vectors, {name: None if one is None else from_json(one) for name, one in told.get("modules", {}).items()}
 
 
-def of(kind: Kind, catalog: Catalog) -> Mapping[str, Any]:
+def of(kind: Kind, catalog: Catalog) -> Fields:
     """What the names of a kind stand for."""
     return catalog.vectors if kind == "vector" else catalog.modules
 
@@ -97,7 +96,7 @@ def check_default(module: str, catalog: Catalog) -> None:
     check_module(catalog.modules[module], catalog, "module")
 
 
-def _check_known(name: str, known: Mapping[str, Any], field: str) -> None:
+def _check_known(name: str, known: Fields, field: str) -> None:
     if name not in known:
         found = f"got {show(name)}{closest(name, known)}, expected one of: {listing(known)}"
         raise SpecError(found, field=field, code="unknown_name")

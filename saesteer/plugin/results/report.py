@@ -10,6 +10,7 @@ from vllm.v1.engine import FinishReason
 from saesteer.consumers.feed import Feed
 from saesteer.engine import doses
 from saesteer.errors import SpecError
+from saesteer.language.fields import Json
 from saesteer.planning.answers import Reported, Rows
 from saesteer.planning.applied import count
 from saesteer.planning.plan import END
@@ -25,13 +26,13 @@ from saesteer.plugin.wrap import Original, around
 class Report:
     """What a request's answer will report; kept on its parameters, which vLLM owns, and never sent on."""
 
-    applied: Sequence[dict[str, Any]]  # as saesteer.planning.applied makes it
+    applied: Sequence[Json]  # as saesteer.planning.applied makes it
     sites: tuple[str, ...] | None = None  # whose doses are reported (doses.sites_of); None: doses are not reported
     limit: float | None = None  # the server's limit for a dose
     counted: bytes = b""  # from the last output that had counters
     by_token: tuple[int, Sequence[bytes]] = (0, ())  # if that had several tokens: those before, and counters at each
     readouts: Sequence[Reported] = ()  # what it reads
-    messages: Sequence[dict[str, Any]] | None = None  # where the chat's messages stand, if it reads
+    messages: Sequence[Json] | None = None  # where the chat's messages stand, if it reads
     # For what its choices keep, which take theirs one after the other.
     rooms: list[Spool] = field(default_factory=list)
     # Of choices that have ended; all of them share this list, and so do all prompts of an HTTP body.
@@ -42,14 +43,14 @@ class Report:
     parts: Border | None = None  # of a choice
     watches: bool = False  # it has rules
     fired: list[Sequence[Any]] = field(default_factory=list)  # of a choice, as planning/rules.py has it
-    fields: dict[str, Any] = field(default_factory=dict)  # of the answer
+    fields: Json = field(default_factory=dict)  # of the answer
     wanted: consuming.Wanted | None = None  # what consumers get
     feed: Feed | None = None  # of a choice, what goes to them
     silent: bool = False  # the answer says nothing: only the operator has asked for it
 
     def of_choice(self) -> "Report":
         """The report of one choice, with fields of its own."""
-        fields: dict[str, Any] = {"applied": []}
+        fields: Json = {"applied": []}
         # "dose" stays empty if there is no site.
         fields = fields if self.sites is None else fields | {"dose": []}
         fields = fields if self.messages is None else fields | {"messages": [*self.messages]}

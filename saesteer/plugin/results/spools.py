@@ -17,7 +17,7 @@ import math
 import os
 import stat
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ import numpy as np
 
 from saesteer.engine.filer import LACKING, put
 from saesteer.engine.private import open_in, private
+from saesteer.language.fields import Fields
 
 _PAGE = 4096
 _WORDS = 512  # bytes of the text for each result, beside what the answer says of it
@@ -38,7 +39,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as safeten
 class Layout:
     """Of the rows of several results that are read alike."""
 
-    abouts: Sequence[Mapping[str, Any]]  # what the answer says of each result
+    abouts: Sequence[Fields]  # what the answer says of each result
     rows: int  # that there may be
     stride: int  # bytes of a row: those of all results
 
@@ -106,7 +107,7 @@ class Spool:
         except OSError as error:
             self._error = error
 
-    def keep(self, content: Mapping[str, Any], places: Sequence[int]) -> Sequence[str]:
+    def keep(self, content: Fields, places: Sequence[int]) -> Sequence[str]:
         """Let the results be fetched: all rows are written.
 
         Args:
@@ -137,7 +138,7 @@ class Spool:
         remove(map(Path, self._names))
         self._give_up()
 
-    def _finish(self, folder: int, content: Mapping[str, Any], places: Sequence[int]) -> None:
+    def _finish(self, folder: int, content: Fields, places: Sequence[int]) -> None:
         if self._error is not None:
             raise self._error
         start, stride = self._start, self.layout.stride
@@ -225,7 +226,7 @@ def view(file: BinaryIO, handle: str) -> View:
     return View(file, head(entry, len(places) * width) + positions.tobytes(), begins, width)
 
 
-def head(entry: Mapping[str, Any], size: int) -> bytes:
+def head(entry: Fields, size: int) -> bytes:
     """What a safetensors file begins with, in front of the positions and ``size`` bytes of activations."""
     positions = entry["positions"].shape
     border = 8 * math.prod(positions)

@@ -4,24 +4,24 @@ vLLM makes the span when an answer has ended, if the server was started with --o
 attributes in one function and hands them to another, so the first one's request is remembered until then.
 """
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from saesteer.language.fields import Fields, Json
 from saesteer.plugin.wrap import Original, around
 
 _NAMED = {"op": "ops", "site": "sites", "dictionary": "dictionaries", "vector": "vectors"}
-_told: ContextVar[Mapping[str, Any]] = ContextVar("told")  # of the request whose span is being made
+_told: ContextVar[Fields] = ContextVar("told")  # of the request whose span is being made
 
 
-def attributes(fields: Mapping[str, Any]) -> dict[str, Any]:
+def attributes(fields: Fields) -> Json:
     """Attributes of a span, each a number or a list of strings; none for an answer that nothing was applied to.
 
     Args:
         fields: of the answer's ``saesteer``, with counts and doses.
     """
     applied, fired, doses = (fields.get(name, ()) for name in ("applied", "flags", "dose"))
-    found: dict[str, Any] = {}
+    found: Json = {}
     if applied:
         found = {"edits": len(applied), "tokens_edited": sum(one.get("tokens_edited", 0) for one in applied)}
         for field, name in _NAMED.items():
@@ -53,7 +53,7 @@ def _of_span(
     span_name: str,
     start_time: int,
     end_time: int | None = None,
-    attributes: Mapping[str, Any] | None = None,
+    attributes: Fields | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

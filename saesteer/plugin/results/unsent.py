@@ -1,8 +1,8 @@
 """What each event of a stream says is new of what a request reads, in the front end."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from saesteer.language.fields import Fields, Json
 from saesteer.planning.answers import WORDS
 
 _WORDS_OF_ANSWERS = frozenset(WORDS.values())
@@ -15,12 +15,12 @@ class Unsent:
     """
 
     def __init__(self) -> None:
-        self.fields: Mapping[str, Any] = {}  # of the answer so far
+        self.fields: Fields = {}  # of the answer so far
         self._known: dict[str, int] = {}  # how many entries of each read-out were taken down
         self._new: dict[str, list[Any]] = {}
         self._ended = False
 
-    def add(self, fields: Mapping[str, Any], *, ended: bool) -> None:
+    def add(self, fields: Fields, *, ended: bool) -> None:
         """Takes down what an output brings.
 
         Args:
@@ -39,7 +39,7 @@ class Unsent:
         """Whether an event before the choice's end has something to say."""
         return not self._ended and any(self._new.values())
 
-    def take(self, *, end: bool) -> dict[str, Any]:
+    def take(self, *, end: bool) -> Json:
         """What the next event says: new entries of read-outs, and at the end of the choice all other fields as well."""
         if not end and not self.waits:
             return {}
@@ -47,7 +47,7 @@ class Unsent:
         return {**self.fields, **new} if end else {word: entries for word, entries in new.items() if entries}
 
 
-def joined(before: Mapping[str, Any], piece: Mapping[str, Any]) -> dict[str, Any]:
+def joined(before: Fields, piece: Fields) -> Json:
     """What pieces of a stream say together: entries of read-outs behind those before, and everything else anew."""
     found = {**before, **piece}
     for word in _WORDS_OF_ANSWERS & found.keys():
