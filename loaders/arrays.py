@@ -47,6 +47,14 @@ class StoredArray(NamedTuple):
             step, stride = size, self.pitch or self.shape[axis] * size
         return StoredArray(shape, self.dtype, self.start + at * step, None, self.fortran, stride)
 
+    def part(self, axis: int, at: int) -> "StoredArray":
+        """The part of a dense array at one index of its first or second axis, which the part lacks."""
+        assert 0 <= at < self.shape[axis] and not self.fortran, (at, self)
+        rest = self.shape[axis + 1 :]
+        size = DTYPES[self.dtype].itemsize * math.prod(rest)
+        pitch = self.shape[axis] * size if axis else None
+        return self._replace(shape=self.shape[:axis] + rest, start=self.start + at * size, pitch=pitch)
+
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
@@ -62,6 +70,23 @@ class Arrays:
         """With some arrays (key -> axis) at one index of an axis; read from an open file, whose position stays."""
         index = {key: self.index[key].only(axis, at) for key, axis in parts.items()}
         return Arrays(self.path, self.index | index, self.metadata, self.state, descriptor)
+
+    def split(self, key: str, rank: int, names: Mapping[int, str], *, axis: int = 0) -> "Arrays":
+        """The arrays of a safetensors file with parts of one array in its place.
+
+        Args:
+            key: the array, which holds a matrix for each of several layers.
+            rank: how many axes it must have.
+            names: the name of each part, by its index in an axis; other parts are left out.
+            axis: the axis, 0 or 1, which the parts lack.
+
+        Raises:
+            LoadError: the array is missing, or has another rank.
+        """
+        self.shape(key, rank)
+        index = dict(self.index)
+        whole = index.pop(key)
+        return replace(self, index=index | {name: whole.part(axis, at) for at, name in names.items()})
 
     def seekable(self) -> "Arrays":
         """The same arrays by their places in the file itself; raises LoadError for compressed ones."""

@@ -23,7 +23,6 @@ from saesteer.loaders import aliases
 from saesteer.loaders.draft import KEYS, Draft, Sites
 from saesteer.loaders.files import Document, numbered, read_yaml, text, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
-from saesteer.loaders.parts import split
 
 FILES = ("config.yaml",)
 _THRESHOLD = "activation_function.threshold"
@@ -101,7 +100,7 @@ def _across(layer: int, file: Path, config: Path, cfg: Document) -> Draft:
         configs=(config,),
         below_zero="kept",
         later=tuple({"w_dec": names[at]} for at in range(1, written)),
-        decoders=split(decoders, key, 3, names, axis=1),
+        decoders=decoders.split(key, 3, names, axis=1),
         sites=_sites(layer, config, cfg),
         can_reconstruct=False,
         model=text(config, cfg, "model_name"),

@@ -19,7 +19,6 @@ from saesteer.loaders import aliases
 from saesteer.loaders.draft import Draft, Sites
 from saesteer.loaders.files import Document, numbered, positive, read_json, text, wrong
 from saesteer.loaders.opening import open_arrays
-from saesteer.loaders.parts import split
 
 FILES = ("params.safetensors", "config.json", "params_layer_*.safetensors")
 _KEYS = {key: key for key in ("w_enc", "w_dec", "b_enc", "b_dec", "threshold")}
@@ -75,7 +74,7 @@ def _across(layer: int, file: Path, config: Path) -> Draft:
     names = {at: f"w_dec[:, {at}]" for at in range(layer, last)}
     name = text(config, cfg, "model_name")
     return Draft(
-        split(weights, "w_dec", 3, names, axis=1),
+        weights.split("w_dec", 3, names, axis=1),
         _KEYS | {"w_dec": names[layer]},
         "jumprelu",
         optional={"skip": "affine_skip_connection"},

@@ -20,7 +20,6 @@ from saesteer.loaders import aliases, sizes
 from saesteer.loaders.draft import Draft
 from saesteer.loaders.files import Document, both, flag, one_of, only, read_json, text, whole_number, wrong
 from saesteer.loaders.opening import open_arrays
-from saesteer.loaders.parts import split
 
 FILES = ("config.json", "sae_weights.safetensors")
 _ACTIVATIONS = "relu", "jumprelu", "topk"
@@ -101,7 +100,7 @@ def _across(file: Path, config: Path, cfg: Document) -> list[Draft]:
         rank = 3 if role.startswith("w_") else 2
         if weights.shape(key, rank)[0] != parts:
             raise wrong(file, key, f"shape {list(weights.index[key].shape)}", f"{parts} layers in its first axis")
-        weights = split(weights, key, rank, {at: f"{key}[{at}]" for at in range(parts)})
+        weights = weights.split(key, rank, {at: f"{key}[{at}]" for at in range(parts)})
     drafts = []
     for layer in range(count):
         keys = {role: f"{key}[{layer}]" for role, key in names.items()} | {"b_dec": f"b_D.{layer}"}

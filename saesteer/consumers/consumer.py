@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _AROUND = 700  # bytes of memory, as measured: what one piece of rows takes beside its numbers
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}  # bytes of a number
 
+Numbers = NDArray[np.int64]
+
 
 class ConsumerError(SaesteerError):
     """A consumer failed for one request; the message is one sentence for the client, who gets a 500."""
@@ -64,8 +66,8 @@ class Rows:
 
     kind: str  # activation, hidden, features or probe
     about: Mapping[str, Any]  # site, at, layers, dictionary, layer, probe, reduce: what answers say of the read
-    positions: NDArray[np.int64]  # [rows], absolute
-    tokens: NDArray[np.int64]  # [rows], the ids of the tokens there
+    positions: Numbers  # [rows], absolute
+    tokens: Numbers  # [rows], the ids of the tokens there
     arrays: Mapping[str, Array]
 
     def __len__(self) -> int:

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from saesteer.consumers.consumer import SIZES, Array, Request, Rows
+from saesteer.consumers.consumer import SIZES, Array, Numbers, Request, Rows
 from saesteer.consumers.runner import Runner, Ticket
 from saesteer.planning.answers import Reported
 from saesteer.planning.answers import Rows as Answer
@@ -120,8 +119,8 @@ def ticket(id: str, choice: int, parameters: Any, prompt_len: int, *, captured: 
 
 def _pieces(
     reported: Reported,
-    positions: NDArray[np.int64],
-    tokens: NDArray[np.int64],
+    positions: Numbers,
+    tokens: Numbers,
     data: Sequence[bytes],
     content: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Rows]:

@@ -106,7 +106,7 @@ def test_a_wrong_guess_that_is_not_finite_fails_nobody() -> None:
     hidden = torch.zeros(4, 2)
     hidden[2] = float("nan")  # the second guess
     health.see(hidden, torch.zeros(4, 5))
-    look = health.take()
+    look = health.seen
     assert look is not None
     for tokens, failed in ((1, set()), (2, set()), (3, {"a"})):
         output = SimpleNamespace(req_ids=["a", "b"], sampled_token_ids=[[7] * tokens, [7]])

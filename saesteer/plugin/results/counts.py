@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from saesteer.config.config import KEY
 from saesteer.plugin.results import collapse, failures, reads, rules, sending
-from saesteer.plugin.results.forms import COUNTED, Guessed, Table
+from saesteer.plugin.results.forms import COUNTED, Counters, Guessed, Table
 from saesteer.plugin.wrap import Original, around
 
 _NOTHING = Table([], np.empty((0, 1), np.int32), {}, frozenset())
@@ -60,7 +59,7 @@ def _sending(
     return outputs
 
 
-def by_token(counted: NDArray[np.int32], guessed: Guessed | None, tokens: int, *, each: bool) -> bytes | list[bytes]:
+def by_token(counted: Counters, guessed: Guessed | None, tokens: int, *, each: bool) -> bytes | list[bytes]:
     """What an output carries: a request's counters, with those of the guesses that hold.
 
     Args:

@@ -25,19 +25,21 @@ FAILED = "failed"  # the word of a failed request
 WHOLE = "whole"  # its rows may wait for its end
 RULES = "rules"
 
+Counters = NDArray[np.int32]
+
 
 class Guessed(NamedTuple):
     """Counts of one request's guessed tokens in a step."""
 
     position: int  # of the first one
     edits: int  # counters of edits, in front of those of doses
-    counted: NDArray[np.int32]  # [guesses, counters]
+    counted: Counters  # [guesses, counters]
 
     def end(self, tokens: int) -> int:
         """The first position that is no input, where the step has given its request so many tokens."""
         return self.position + max(0, tokens - 1)
 
-    def add(self, words: NDArray[np.int32], tokens: int) -> NDArray[np.int32]:
+    def add(self, words: Counters, tokens: int) -> Counters:
         """Counters of the request, int32 [counters], with those of the guesses that hold; a new array."""
         return reduce(lambda one, two: doses.merge(one, two, self.edits), self.counted[: max(0, tokens - 1)], words)
 
@@ -46,7 +48,7 @@ class Table(NamedTuple):
     """What leaves with a step's output, in the form that is sent between processes."""
 
     names: list[str]  # the steered requests
-    counted: NDArray[np.int32]  # [requests, 1 + counters]: each request's cached tokens, then its counters
+    counted: Counters  # [requests, 1 + counters]: each request's cached tokens, then its counters
     failed: Mapping[str, str]  # failed request → word
     stops: frozenset[str]  # requests with stop strings: the front end finds these, so any output may be the last
     read: Brought | None = None  # what requests have read of this step

@@ -18,7 +18,7 @@ from saesteer.engine.brought import Brought, Sent, sendable
 from saesteer.engine.published import Published
 from saesteer.engine.table import Row
 from saesteer.kernels import layout
-from saesteer.plugin.results.forms import DOSE, Guessed, Table
+from saesteer.plugin.results.forms import DOSE, Counters, Guessed, Table
 from saesteer.plugin.worker import earlier, health
 from saesteer.plugin.worker.drafts import Guesses
 from saesteer.plugin.wrap import Original, around_method_of
@@ -85,7 +85,7 @@ class Snapshot:
         return {self.names[number]: DOSE for number in limited[0][above > 0]} | dict(lost)
 
     @property
-    def counted(self) -> NDArray[np.int32]:
+    def counted(self) -> Counters:
         """As in Table."""
         batch = self.batch
         table = np.zeros((len(batch.names), 1 + batch.width), dtype=np.int32)
@@ -136,7 +136,7 @@ def attach(worker: Any, steering: Any) -> None:
         ran = None if engine.is_last else earlier.mark(engine.device)
         output = original(*args, **kwargs)
         if watched:
-            snapshot.watched, snapshot.look = engine.config.fail_fast_after, steering.health.take()
+            snapshot.watched, snapshot.look = engine.config.fail_fast_after, steering.health.seen
         if not engine.is_last:
             return snapshot if ran is None else earlier.Told(snapshot, ran)
         made = getattr(output, made_of, output)

@@ -67,7 +67,7 @@ class Health:
 
     def __init__(self) -> None:
         self._names: Sequence[str] | None = None  # of the step whose logits have not come yet
-        self._look: Look | None = None
+        self.seen: Look | None = None  # of the step; None on a rank without logits
 
     def begin(self, names: Sequence[str], rows: Iterable[int]) -> None:
         """A step of these requests is about to run.
@@ -77,17 +77,13 @@ class Health:
             rows: that lm_head gets of each.
         """
         self._names = [name for name, several in zip(names, rows, strict=False) for _ in range(several)]
-        self._look = None
+        self.seen = None
 
     def see(self, hidden: Tensor, logits: Tensor | None) -> None:
         """lm_head has run; all but its first call in a step is for the logprobs of prompts, or a dry run."""
         if self._names is not None and logits is not None and len(self._names) == len(hidden):
-            self._look = look(self._names, hidden, logits)
+            self.seen = look(self._names, hidden, logits)
         self._names = None
-
-    def take(self) -> Look | None:
-        """What was seen of the step; None on a rank without logits."""
-        return self._look
 
 
 def attach(runner: Any, health: Health) -> None:
