@@ -95,9 +95,8 @@ def _across(file: Path, config: Path, cfg: Document) -> list[Draft]:
     names = {"w_enc": "W_E", "b_enc": "b_E"}
     if activation == "jumprelu":
         names["log_threshold"] = "activation_function.log_jumprelu_threshold"
-    for role, key in [*names.items(), *((f"w_dec {m}", f"W_D.{m}") for m in range(count))]:
-        parts = int(role[6:]) + 1 if role.startswith("w_dec") else count
-        rank = 3 if role.startswith("w_") else 2
+    stacked = [(key, 3 if role == "w_enc" else 2, count) for role, key in names.items()]
+    for key, rank, parts in [*stacked, *((f"W_D.{m}", 3, m + 1) for m in range(count))]:
         if weights.shape(key, rank)[0] != parts:
             raise wrong(file, key, f"shape {list(weights.index[key].shape)}", f"{parts} layers in its first axis")
         weights = weights.split(key, rank, {at: f"{key}[{at}]" for at in range(parts)})

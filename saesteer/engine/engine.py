@@ -131,7 +131,7 @@ class Engine:
         readable = assets.readable(here, other_widths)
         self.captures = Captures({name: widths[name] for name in here if name in readable}, max_tokens, dtype, device)
         for number, name in enumerate(names):
-            own: dict[str, Tensor] = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
+            own = {"index": self.site_numbers[number, :1], "kinds": kinds[number : number + 1]}
             own |= self.captures.of(name)
             if kept is not None and name in crossed:
                 own["kept"] = kept
@@ -146,7 +146,7 @@ class Engine:
         for key in rows:
             reads, writes = (all_sites[site] for site in ends[key])
             info = infos[key]
-            placements[key] = fill(info, info.source, reads, writes, rows[key], whole=whole[key])
+            placements[key] = fill(info, reads, writes, rows[key], whole=whole[key])
             self._reads[key] = reads
         self.registry = Registry(*pools, config.inline_rows, self._written)
         self.registry.change(pins, ())
@@ -157,14 +157,14 @@ class Engine:
         self._kinds = kinds.numpy()  # the same memory: writing through a tensor takes microseconds
         self._staged: dict[int, Words] = {}  # rows that the device does not have yet
         self._listed: list[int] = []  # the last rows that came as a list, and where they are on the device
-        self._numbers = torch.zeros(2, dtype=torch.int32, device=device)
+        self._numbers = zeros(2)
         self._filled: dict[int, Row] = {}  # rows of the table that are not empty
         self._held: dict[int, Held] = {}  # slots that a row holds for its request
         self._has_work = False
         self._step = 0  # number of the last step with counters, as the device counts
         self._published = [Published(words, self.counts.shape[1]) for words in self.published.numpy()]
-        self._nothing = News(torch.zeros(1, dtype=torch.int32, device=device), dtype)
-        self._nobody = torch.zeros(2, dtype=torch.int32, device=device)  # rows and starts of an empty batch
+        self._nothing = News(zeros(1), dtype)
+        self._nobody = zeros(2)  # rows and starts of an empty batch
         self.flush()
 
     def make_row(self, admitted: Mapping[str, Any]) -> Row | None:

@@ -5,7 +5,6 @@ Knows positions and weights, and neither steps nor an answer's form. lanes.py fi
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -15,10 +14,11 @@ from numpy.typing import NDArray
 from saesteer.engine.filer import Span
 from saesteer.kernels.read.features import Encoder
 from saesteer.kernels.read.rows import Probes
+from saesteer.planning.immutable import distinct
 from saesteer.planning.reductions import is_by_message
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@distinct
 class Source:
     """A dictionary, or probes: what turns rows of a tensor into numbers."""
 
@@ -36,7 +36,7 @@ class Source:
         return Source, (None, self.ids)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@distinct
 class Reading:
     """One readout of a row."""
 

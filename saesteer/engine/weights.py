@@ -143,14 +143,11 @@ def site_of(
     )
 
 
-def fill(
-    info: CoderInfo, path: str, reads: Site, writes: Site, rows: tuple[int, int, int], *, whole: bool
-) -> Placement:
+def fill(info: CoderInfo, reads: Site, writes: Site, rows: tuple[int, int, int], *, whole: bool) -> Placement:
     """Load a dictionary into its rows.
 
     Args:
         info: its info.
-        path: the path to its weights.
         reads: the site that reads for it.
         writes: the site that writes for it.
         rows: its first row of w_enc and of w_dec, and its row of b_dec.
@@ -161,7 +158,7 @@ def fill(
     """
     base, out, number = rows
     centred = info.in_norm == "layer_norm"
-    coder = load(path, dtype=torch.float32 if centred else reads.w_enc.dtype, site=info.site_in)
+    coder = load(info.source, dtype=torch.float32 if centred else reads.w_enc.dtype, site=info.site_in)
     end = base + coder.info.features
     _copy(reads.w_enc[base:end], coder.w_enc, centred=centred)
     apart = reads is not writes
