@@ -18,9 +18,26 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from saesteer.config.sources import DictionarySource, VectorSource
 from saesteer.errors import ConfigError, SpecError
-from saesteer.language import fields
 from saesteer.language.edits import Scope
-from saesteer.language.fields import Check, Fields, Json, fail, optional, show
+from saesteer.language.fields import (
+    Check,
+    Fields,
+    Json,
+    fail,
+    flag,
+    integer,
+    known_field,
+    list_of,
+    mapping,
+    number,
+    one_of,
+    optional,
+    plain,
+    record,
+    show,
+    step,
+    text,
+)
 from saesteer.language.inline import Function
 from saesteer.language.sites import expand_sites
 from saesteer.language.spec import as_object
@@ -51,12 +68,12 @@ def _word(value: Any, at: str) -> str:
 
 
 def _site(value: Any, at: str) -> str:
-    expand_sites([fields.text(value, at)], 1)
+    expand_sites([text(value, at)], 1)
     return str(value)
 
 
 def _host(value: Any, at: str) -> str:
-    if "/" in fields.text(value, at):
+    if "/" in text(value, at):
         fail(at, "out_of_range", f"got {show(value)}, expected a host name without a scheme, such as box.example")
     return str(value)
 
@@ -65,19 +82,19 @@ def _up_to(most: float, what: str) -> Check:
     """A number above 0; ``what`` is expected, in words."""
 
     def check(value: Any, at: str) -> float:
-        if not 0 < fields.number(value, at) <= most:
+        if not 0 < number(value, at) <= most:
             fail(at, "out_of_range", f"got {show(value)}, expected {what}")
         return float(value)
 
     return check
 
 
-_SITES = fields.list_of(_site, 1 << 16)
-_function = fields.one_of(*get_args(Function))
+_SITES = list_of(_site, 1 << 16)
+_function = one_of(*get_args(Function))
 
 
 def _action(value: Any, at: str) -> Any:
-    return "clamp" if value is None else fields.one_of(*get_args(DoseAction))(value, at)
+    return "clamp" if value is None else one_of(*get_args(DoseAction))(value, at)
 
 
 def _source(cls: type, from_text: Callable[[str], Any], **parts: Check) -> Check:
@@ -100,14 +117,14 @@ def _source(cls: type, from_text: Callable[[str], Any], **parts: Check) -> Check
 def _module(value: Any, at: str) -> str | Json:
     if isinstance(value, str | PathLike):
         return fspath(value)
-    found = fields.plain(as_object(value))
+    found = plain(as_object(value))
     if not isinstance(found, dict):
         fail(at, "wrong_type", f"got {show(value)}, expected the path of a JSON file or a spec")
     return found
 
 
 def _scope(value: Any, at: str) -> Scope | None:
-    scope: Scope | None = fields.optional(fields.record(Scope))(value, at)
+    scope: Scope | None = optional(record(Scope))(value, at)
     if scope is not None and scope.messages is not None:
         fail(f"{at}.messages", "not_served", "names messages, which not every request has; expected positions or flags")
     return scope
@@ -115,7 +132,7 @@ def _scope(value: Any, at: str) -> Scope | None:
 
 def _options(value: Any, at: str) -> Json:
     """The options of a consumer, which checks them itself; null stands for none."""
-    return dict(fields.mapping({} if value is None else value, at))
+    return dict(mapping({} if value is None else value, at))
 
 
 def _named(check: Check) -> Check:
@@ -124,12 +141,12 @@ def _named(check: Check) -> Check:
     def check_all(value: Any, at: str) -> Json:
         if not isinstance(value, Mapping):
             fail(at, "wrong_type", f"got {show(value)}, expected an object of name: place")
-        return {
-            fields.text(name, f"{at} has a wrong name"): check(one, fields.step(at, name))
-            for name, one in value.items()
-        }
+        return {text(name, f"{at} has a wrong name"): check(one, step(at, name)) for name, one in value.items()}
 
     return check_all
+
+
+_LLM = ("LLM",)  # as Option.python
 
 
 class Option(NamedTuple):
@@ -144,7 +161,7 @@ class Option(NamedTuple):
 
 def _limit(name: str, about: str, python: tuple[str, ...]) -> Option:
     low, usual, high = LIMITS[name]
-    return Option(f"--{name.replace('_', '-')}", None, fields.integer(low, high), f"{about}; default {usual}.", python)
+    return Option(f"--{name.replace('_', '-')}", None, integer(low, high), f"{about}; default {usual}.", python)
 
 
 OPTIONS: dict[str, Option] = {
@@ -157,8 +174,8 @@ OPTIONS: dict[str, Option] = {
                 DictionarySource.from_argument,
                 path=_word,
                 site=optional(_word),
-                rows=fields.flag,
-                version=optional(fields.text),
+                rows=flag,
+                version=optional(text),
                 revision=optional(_word),
             )
         ),
@@ -183,15 +200,13 @@ OPTIONS: dict[str, Option] = {
     "max_read_mib": _limit(
         "max_read_mib",
         "MiB that one request may read into its answer, and a quarter of what it may read by handle",
-        ("LLM",),
+        _LLM,
     ),
     "max_edits": _limit("max_edits", "Table entries that one request may use", ("LLM", "hf")),
     "vectors": Option(
         "--vector",
         "NAME=FILE[#ROW][@SITE]",
-        _named(
-            _source(VectorSource, VectorSource, path=_word, bias=optional(fields.number), function=optional(_function))
-        ),
+        _named(_source(VectorSource, VectorSource, path=_word, bias=optional(number), function=optional(_function))),
         "Vectors and their name in requests: a file of tensors, NumPy arrays, GGUF or JSON. #ROW or #NAME takes a part "
         "of it, @SITE says where it belongs, hidden_states: in front that its rows are hidden_states. Repeatable.",
     ),
@@ -199,42 +214,38 @@ OPTIONS: dict[str, Option] = {
         "--module", "NAME=FILE", _named(_module), "A spec as a JSON file, and its name in requests. Repeatable."
     ),
     "pool_rows": _limit("pool_rows", "Slots for vectors at every site", ()),
-    "inline_rows": _limit(
-        "inline_rows", "Inline vectors, and features by rows, of one request at every site", ("LLM",)
-    ),
-    "max_results_mib": _limit(
-        "max_results_mib", "MiB of all results that are kept to be fetched by a handle", ("LLM",)
-    ),
-    "result_seconds": _limit("result_seconds", "Seconds that a result is kept", ("LLM",)),
+    "inline_rows": _limit("inline_rows", "Inline vectors, and features by rows, of one request at every site", _LLM),
+    "max_results_mib": _limit("max_results_mib", "MiB of all results that are kept to be fetched by a handle", _LLM),
+    "result_seconds": _limit("result_seconds", "Seconds that a result is kept", _LLM),
     "dictionary_folder": Option(
         "--dictionary-folder",
         "FOLDER",
         optional(_word),
         "Every dictionary below a folder, by rows; its path there is its name. Only --sites give it sites.",
-        ("LLM",),
+        _LLM,
     ),
     "dictionaries_of": Option(
         "--dictionaries-of",
         "MODEL,...",
-        fields.list_of(fields.text, _MOST_MODELS),
+        list_of(text, _MOST_MODELS),
         "Models whose dictionaries fit the served one, where its name does not say it, such as gemma-2-2b for a "
         "fine-tune. Repeatable.",
     ),
     "default_module": Option(
         "--default-module",
         "NAME",
-        optional(fields.text),
+        optional(text),
         'A module that steers every request, unless it has "defaults": false.',
     ),
     "default_scope": Option("", None, _scope, "The scope of edits that name none, those of modules included.", ()),
     "require": Option(
         "--require",
         "default|spec,...",
-        fields.list_of(fields.one_of("default", "spec"), _MOST_MODELS),
+        list_of(one_of("default", "spec"), _MOST_MODELS),
         'default refuses "defaults": false, so that the default module steers every request; spec refuses requests '
         "that ask for nothing, whatever the default module does. --default-module-required and --require-spec are "
         "short for them. Repeatable.",
-        ("LLM",),
+        _LLM,
     ),
     "max_dose": Option(
         "--max-dose",
@@ -247,37 +258,35 @@ OPTIONS: dict[str, Option] = {
         "|".join(get_args(DoseAction)),
         _action,
         "What to do with a larger change: scale it down to the limit, or end its request with an error; default clamp.",
-        ("LLM",),
+        _LLM,
     ),
     "consumers": Option(
         "--consumer",
         "NAME[=JSON]",
         _named(_options),
         "A consumer that requests may name, with its options as a JSON object. Repeatable.",
-        ("LLM",),
+        _LLM,
     ),
     "capture": Option(
         "--capture",
         "SITE,...",
         _SITES,
         "Sites whose rows of every request's tokens go to --capture-folder, without being in answers. Repeatable.",
-        ("LLM",),
+        _LLM,
     ),
-    "capture_folder": Option(
-        "--capture-folder", "FOLDER", optional(_word), "Where --capture writes its shards.", ("LLM",)
-    ),
+    "capture_folder": Option("--capture-folder", "FOLDER", optional(_word), "Where --capture writes its shards.", _LLM),
     "fail_fast": Option(
         "--fail-fast/--no-fail-fast",
         None,
-        fields.flag,
+        flag,
         "End a request with an error once its hidden states or logits are not finite, or its answer repeats itself; "
         "off by default.",
-        ("LLM",),
+        _LLM,
     ),
     "fail_fast_after": _limit(
         "fail_fast_after",
         "Tokens of repetition, with a period of up to 16 tokens, after which --fail-fast ends an answer",
-        ("LLM",),
+        _LLM,
     ),
     "memory_guard": Option(
         "--memory-guard",
@@ -290,7 +299,7 @@ OPTIONS: dict[str, Option] = {
     "allow_hosts": Option(
         "--allow-host",
         "HOST,...",
-        fields.list_of(_host, _MOST_HOSTS),
+        list_of(_host, _MOST_HOSTS),
         "Hosts that a request may name in its Host header, beside localhost, where the server listens on a loopback "
         "address and has no key. Repeatable.",
         (),
@@ -298,14 +307,14 @@ OPTIONS: dict[str, Option] = {
     "playground": Option(
         "--playground/--no-playground",
         None,
-        optional(fields.flag),
+        optional(flag),
         "Serve a page at /saesteer/ to try features on: search, sliders, plain and steered answers; on for `demo`.",
         (),
     ),
     "neuronpedia": Option(
         "--neuronpedia",
         None,
-        fields.flag,
+        flag,
         "Serve the routes of Neuronpedia's inference server, for its front end and its clients.",
         (),
     ),
@@ -365,10 +374,10 @@ class SaesteerConfig:
             ConfigError: an unknown field, a wrong type or a value out of range.
         """
         try:
-            raw = fields.mapping(raw, f"additional_config.{KEY}")
+            raw = mapping(raw, f"additional_config.{KEY}")
             for key in raw:
                 if key not in OPTIONS:
-                    fields.known_field(key, f"additional_config.{KEY}", OPTIONS)
+                    known_field(key, f"additional_config.{KEY}", OPTIONS)
             made = replace(self, **{key: OPTIONS[key].check(value, f"{KEY}.{key}") for key, value in raw.items()})
             if raw.get("max_dose_action") is not None and made.max_dose is None:
                 found = f"got {show(made.max_dose_action)} without {KEY}.max_dose, expected both or neither"
