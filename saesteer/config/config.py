@@ -59,6 +59,7 @@ _USUAL = {name: usual for name, (_, usual, _) in LIMITS.items()}
 DoseAction = Literal["clamp", "refuse"]  # scale a token's change down to the limit, or end its request with an error
 MAX_DOSE = 1e6  # largest value of the limit itself; a larger one would limit nothing
 _MOST_MODELS = _MOST_HOSTS = 64
+_LLM = ("LLM",)  # as Option.python
 
 
 def _word(value: Any, at: str) -> str:
@@ -144,9 +145,6 @@ def _named(check: Check) -> Check:
         return {text(name, f"{at} has a wrong name"): check(one, step(at, name)) for name, one in value.items()}
 
     return check_all
-
-
-_LLM = ("LLM",)  # as Option.python
 
 
 class Option(NamedTuple):
