@@ -15,12 +15,11 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 
 from saesteer.errors import ConfigError
-from saesteer.language.fields import Json
 
 
 def package(name: str) -> Path:
@@ -219,12 +218,12 @@ def _convert(name: str, gguf: Path, folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2) + "\n")
 
 
-def bridge() -> Json:
+def bridge() -> dict[str, Any]:
     """The bridge at twice the strongest activation observed for it."""
     return clamp(DEMO_DICTIONARY, BRIDGE, 2.0)
 
 
-def request() -> Json:
+def request() -> dict[str, Any]:
     """The body of a request that shows the bridge."""
     return {
         "model": DEMO_DICTIONARY,
@@ -236,19 +235,19 @@ def request() -> Json:
     }
 
 
-def clamp(dictionary: str, feature: int, value: float) -> Json:
+def clamp(dictionary: str, feature: int, value: float) -> dict[str, Any]:
     """A spec that clamps a feature to this many times the strongest activation observed for it."""
     return {"edits": [{"op": "clamp", "dictionary": dictionary, "feature": feature, "value": value, "unit": "max_act"}]}
 
 
-def engine_options() -> Json:
+def engine_options() -> dict[str, Any]:
     """Options of vLLM for these models: a small KV cache, and on a CPU no compilation, which takes a minute.
 
     float32, because in bf16 the answers depend on each machine's rounding: the clamp leaves near ties.
     """
     import torch
 
-    options: Json = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16}
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 16}
     options["kv_cache_memory_bytes"] = 1 << 30
     return options | ({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {"enforce_eager": True})
 
