@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn
 
 from saesteer.errors import RequestRefused, ServerError
@@ -51,7 +51,7 @@ class Piece(Report):
     index: int = 0
 
 
-_REPORTS = ("applied", "dose", "features", "probes", "activations", "hidden", "messages", "flags")
+_REPORTS = {one.name for one in fields(Report)} - {"consumers"}
 
 
 def read_of(told: Answer | Iterable[Piece]) -> dict[str, list[Fields]]:
@@ -118,7 +118,8 @@ def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
     """
     try:
         if kind == "responses":
-            text, reason = _response_text(document), document.get("status")
+            parts = [part for item in document["output"] if item.get("type") == "message" for part in item["content"]]
+            text, reason = "".join(str(part.get("text", "")) for part in parts), document.get("status")
         else:
             choice = document["choices"][0]
             text, reason = _choice_text(kind, choice, "message"), choice.get("finish_reason")
@@ -133,11 +134,6 @@ def answer_of(kind: Route, document: Any, steered: str | None = None) -> Answer:
 
 def _choice_text(kind: Route, choice: Fields, message: str) -> str:
     return str((choice["text"] if kind == "completions" else choice[message].get("content")) or "")
-
-
-def _response_text(document: Fields) -> str:
-    parts = (part for item in document["output"] if item.get("type") == "message" for part in item["content"])
-    return "".join(str(part.get("text", "")) for part in parts)
 
 
 class Events:

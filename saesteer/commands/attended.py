@@ -61,7 +61,7 @@ def run(
             stdout=out,
             stderr=out,
             process_group=0,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509  # which has no threads yet
+            preexec_fn=lambda: _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  # which has no threads yet
         )
         asked: list[int] = []
 
@@ -93,10 +93,6 @@ def run(
             why = reason_in(text) or " ".join(text.split("\n")[-4:]).strip() or f"exit code {code}"
             _say(console, f"vLLM {'did not start' if ready is None else 'ended'}: {why}. All of its output is in {log}")
         return 128 - code if code < 0 else code or int(not asked)
-
-
-def _end_with_parent() -> None:
-    _LIBRARY.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _lines(said: TextIO, server: "subprocess.Popen[bytes]") -> Iterator[str]:

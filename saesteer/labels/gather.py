@@ -48,6 +48,7 @@ class Gathered:
         self.tokens = 0
         self.counts = torch.zeros(features, dtype=torch.int64)
         self.max_act = torch.zeros(features)
+        self.total = torch.zeros(features, dtype=torch.float64)
         self._best = torch.zeros(features, most)
         self._where = torch.zeros(features, most, 2, dtype=torch.int64)  # text, position
 
@@ -55,6 +56,7 @@ class Gathered:
         """Count a text."""
         self.tokens += active.tokens
         self.counts += torch.bincount(active.rows, minlength=len(self.counts))
+        self.total.index_add_(0, active.rows, active.values.double())
         sizes, items = active.values.abs(), torch.arange(len(active.rows))
         best = torch.zeros_like(self.max_act).scatter_reduce_(0, active.rows, sizes, "amax")
         self.max_act = torch.maximum(self.max_act, best)
@@ -82,3 +84,14 @@ class Gathered:
         """
         places = zip(self._best[row].tolist(), self._where[row].tolist(), strict=True)
         return tuple(Spot(value, text, *spans[text][at]) for value, (text, at) in places if value)
+
+
+def strongest(positive: Gathered, negative: Gathered, most: int) -> list[tuple[int, float, float]]:
+    """The rows with a larger mean activation in the positive text, the largest difference first.
+
+    Returns:
+        Row, mean in the positive text, mean in the negative one; a text without a token has the mean 0.
+    """
+    here, there = (one.total / max(1, one.tokens) for one in (positive, negative))
+    gains, rows = (here - there).topk(min(most, len(here)))
+    return [(row, float(here[row]), float(there[row])) for row in rows[gains > 0].tolist()]

@@ -24,8 +24,6 @@ MAX_LINE = 1 << 20  # bytes, decompressed
 MAX_FILE = 1 << 30  # bytes of one file, decompressed
 MOST_FILES = 4096
 MOST_FEATURES = 1 << 24  # of a dictionary whose number of features is unknown, since its file holds only some
-# Their dashboards read the wrong tensor: maxActApprox is a median of 12 times too high.
-_MISMEASURED = re.compile(r"-gemmascope-transcoder-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,9 @@ class Export:
             expected = "features/batch-*.jsonl.gz or explanations/batch-*.jsonl.gz of Neuronpedia's export"
             raise LoadError(f"{folder}: has no export; expected {expected}")
         self.address: str | None = None  # model/source, as far as lines have said it
-        self.mismeasured = False  # whether its maximum activations are left out
+        # Whether its maximum activations are left out: the dashboards of these read the wrong tensor, and maxActApprox
+        # is a median of 12 times too high.
+        self.mismeasured = False
 
     def entries(self, features: int, length: Callable[[int], float | None]) -> Iterator[Entry]:
         """What the export knows of each feature, in no order.
@@ -72,7 +72,11 @@ class Export:
         Raises:
             LoadError: naming the file and the line.
         """
-        told = dict(self._explained(features))
+        told: dict[int, tuple[str, str]] = {}  # the first explanation of each feature
+        for line in self._lines(self._explanations):
+            feature = _index(line, features)
+            if text := _text(line, "description"):
+                told.setdefault(feature, (text, _text(line, "explanationModelName") or "neuronpedia"))
         seen: set[int] = set()
         for line in self._lines(self._features):
             feature = _index(line, features)
@@ -91,30 +95,16 @@ class Export:
             if feature not in seen and length(feature) is not None:
                 yield Entry(feature, label, by)
 
-    def _explained(self, features: int) -> Iterator[tuple[int, tuple[str, str]]]:
-        """The first explanation of each feature."""
-        seen: set[int] = set()
-        for line in self._lines(self._explanations):
-            feature = _index(line, features)
-            text = _text(line, "description")
-            if text and feature not in seen:
-                seen.add(feature)
-                yield feature, (text, _text(line, "explanationModelName") or "neuronpedia")
-
     def _lines(self, files: list[Path]) -> Iterator[Line]:
         for file in files:
             for line in _read(file):
-                self._check_address(line)
+                model, source = (_text(line, key) for key in ("modelId", "layer"))
+                if model and source:  # all lines are of one source, as far as they say so
+                    address = f"{model}/{source}"
+                    if self.address not in (None, address):
+                        raise line.wrong("layer", f"one source in a folder, here {self.address}")
+                    self.address, self.mismeasured = address, "-gemmascope-transcoder-" in source
                 yield line
-
-    def _check_address(self, line: Line) -> None:
-        """All lines are of one source, as far as they say so."""
-        model, source = (_text(line, key) for key in ("modelId", "layer"))
-        if model and source:
-            address = f"{model}/{source}"
-            if self.address not in (None, address):
-                raise line.wrong("layer", f"one source in a folder, here {self.address}")
-            self.address, self.mismeasured = address, bool(_MISMEASURED.search(source))
 
 
 def _files(folder: Path, name: str) -> list[Path]:
@@ -136,20 +126,17 @@ def _read(file: Path) -> Iterator[Line]:
                 number, size = number + 1, size + len(text)
                 if len(text) > MAX_LINE or size > MAX_FILE:
                     raise _wrong(file, number, f"too long; expected lines of {MAX_LINE} bytes and {MAX_FILE} in all")
-                if text.strip():
-                    yield Line(file, number, _object(file, number, text))
+                if not text.strip():
+                    continue
+                try:
+                    held = json.loads(text)
+                except (ValueError, RecursionError) as exc:
+                    raise _wrong(file, number, f"is no JSON ({str(exc)[:80]}); expected an object") from exc
+                if not isinstance(held, dict):
+                    raise _wrong(file, number, f"holds a JSON {type(held).__name__}; expected an object")
+                yield Line(file, number, held)
     except (OSError, EOFError, zlib.error) as exc:
         raise _wrong(file, number + 1, f"cannot be read ({exc}); expected gzip") from exc
-
-
-def _object(file: Path, number: int, text: bytes) -> dict[str, Any]:
-    try:
-        held = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise _wrong(file, number, f"is no JSON ({str(exc)[:80]}); expected an object") from exc
-    if not isinstance(held, dict):
-        raise _wrong(file, number, f"holds a JSON {type(held).__name__}; expected an object")
-    return held
 
 
 def _index(line: Line, features: int) -> int:

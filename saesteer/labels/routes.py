@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import LoadError, SpecError
 from saesteer.labels.places import place_of
-from saesteer.labels.store import MAX_QUERY, MOST, words_of
+from saesteer.labels.store import MAX_QUERY, MOST, Dose, Example, words_of
 from saesteer.language.fields import MAX_NAME, fail
 from saesteer.planning.lookup import dictionary_of, feature_of, without_path
 from saesteer.planning.plan import Catalog
@@ -26,22 +26,6 @@ MOST_SEARCHED = 64  # dictionaries at once
 # Looked up once, as a place may be on the hub; so many, as clients may name any sites of a dictionary.
 _place_of = lru_cache(4096)(place_of)
 _AT = "query"  # where a refusal says that the wrong field is
-
-
-class ExampleEntry(BaseModel):
-    """A token on which a feature is strong."""
-
-    value: float = Field(description="The feature's activation there, in the dictionary's own unit.")
-    before: str
-    token: str
-    after: str
-
-
-class ClampValue(BaseModel):
-    """The value of a clamp, as a request has it."""
-
-    value: float
-    unit: str
 
 
 class FeatureEntry(BaseModel):
@@ -57,10 +41,10 @@ class FeatureEntry(BaseModel):
     density: float | None = Field(description="Fraction of the tokens on which it was active.")
     promotes: list[str] = Field(description="Tokens whose logits its decoder row raises most.")
     suppresses: list[str]
-    examples: list[ExampleEntry] = Field(description="Strongest first.")
+    examples: list[Example] = Field(description="Strongest first; `value` is the activation there.")
     writes: list[str] = Field(description="Words that its clamp makes the model write, the most frequent first.")
-    best: ClampValue | None = Field(description="A clamp at which the model writes them, or the word that `q` has.")
-    breaks: ClampValue | None = Field(description="The smallest that was tried at which half of the answers break.")
+    best: Dose | None = Field(description="A clamp at which the model writes them, or the word that `q` has.")
+    breaks: Dose | None = Field(description="The smallest that was tried at which half of the answers break.")
     only_reads: bool | None = Field(description="Whether no clamp makes the model write its words; null: not measured.")
     instead: str | None = Field(description="The similar words that found it, where no feature has those of `q`.")
     score: float | None = Field(None, description="How well it fits `q`, and does what it says; larger is better.")

@@ -60,7 +60,10 @@ def ranked(ask: Ask, words: Sequence[str], *, measured: bool) -> tuple[list[Hit]
     instead: str | None = None
     known = [one for one in words if is_known(ask, one)]
     if not known:
-        near = [found for one in words for found in _similar(ask, one)]
+        near = []  # the written word that each is closest to in meaning, or else in spelling; none if nothing is close
+        for one in words:
+            alike = [found for (found,) in ask(_ALIKE, f'"{one}"')]
+            near += alike or get_close_matches(one, [found for (found,) in ask(_VOCABULARY)], 1, _SIMILAR)
         known, instead = near or [*words], " ".join(near) or None
     query = _either(known)
     matches = {feature: (-score, effect) for feature, score, effect in ask(_MEASURED, query, _POOL)}
@@ -81,12 +84,6 @@ def is_known(ask: Ask, word: str) -> bool:
     """Whether a feature writes a word or is strongest on it; a word that is only near may be cut off."""
     named = ask("SELECT 1 FROM words WHERE words MATCH ? LIMIT 1", f'{{label peaks}}: "{word}"')
     return bool(named or ask("SELECT 1 FROM written WHERE written MATCH ? LIMIT 1", f'"{word}"'))
-
-
-def _similar(ask: Ask, word: str) -> list[str]:
-    """The written word that a word is closest to in meaning, or else in spelling; none where nothing is close."""
-    alike = [one for (one,) in ask(_ALIKE, f'"{word}"')]
-    return alike or get_close_matches(word, [one for (one,) in ask(_VOCABULARY)], 1, _SIMILAR)
 
 
 def stems(words: Sequence[str]) -> dict[str, str]:

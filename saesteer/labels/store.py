@@ -200,7 +200,11 @@ class Labels:
             # A file is only ever replaced as a whole, never changed in place: SQLite needs no lock and no journal.
             base = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True)
             try:
-                _guard(base)
+                # No function that a schema names is called, no page is trusted, no value is larger than any of ours.
+                for setting in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON", "mmap_size=0"):
+                    base.execute(f"PRAGMA {setting}")
+                base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
+                base.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
                 if _objects(base) not in _known_objects():
                     raise _wrong(path, "has another schema")
                 found = cls(path, base)
@@ -339,7 +343,8 @@ class Labels:
             found = json.loads(text or "[]")
         except (ValueError, RecursionError):
             found = None
-        if not isinstance(found, list) or len(found) > MAX_TOKENS or not all(map(_is_token, found)):
+        fits = isinstance(found, list) and len(found) <= MAX_TOKENS
+        if not fits or not all(isinstance(one, str) and len(one) <= MAX_TOKEN for one in found):
             raise _wrong(self.path, "has a list of tokens that is none")
         return tuple(found)
 
@@ -351,10 +356,6 @@ def words_of(query: str) -> list[str]:
 
 def _dose(value: float | None) -> Dose | None:
     return None if value is None else Dose(value)
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_TOKEN
 
 
 def _wrong(path: Path, found: str, expected: str = _EXPECTED) -> LoadError:
@@ -370,14 +371,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise _wrong(path, f"cannot be read ({exc.strerror})") from exc
     except (sqlite3.Error, UnicodeError, OverflowError) as exc:
         raise _wrong(path, f"cannot be read ({exc})") from exc
-
-
-def _guard(base: sqlite3.Connection) -> None:
-    """No function that a schema names is called, no page is trusted, no value is larger than any of ours."""
-    for setting in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON", "mmap_size=0"):
-        base.execute(f"PRAGMA {setting}")
-    base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LARGEST)
-    base.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
 
 
 def _objects(base: sqlite3.Connection) -> Mapping[str, str]:

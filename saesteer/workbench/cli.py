@@ -34,13 +34,18 @@ Runs = Annotated[
 ]
 
 
+def _need_vllm() -> None:
+    from saesteer.commands import serve
+
+    serve.need_vllm()
+
+
 @app.command()
 def demo(verbose: Verbose = False) -> None:
     """Ask a small model five questions, without and with a feature clamped. Needs no network after the first run."""
-    from saesteer.commands import serve
     from saesteer.workbench.demo import run
 
-    serve.need_vllm()
+    _need_vllm()
     run(Console(), verbose=verbose)
 
 
@@ -124,7 +129,6 @@ def label(
     verbose: Verbose = False,
 ) -> None:
     """Find out what features are about, or what their clamps do, and save it next to the dictionary."""
-    from saesteer.commands import serve
     from saesteer.workbench import effects
     from saesteer.workbench.features import choose
     from saesteer.workbench.label import run, run_import
@@ -133,7 +137,7 @@ def label(
     if (text_file is not None) + (from_neuronpedia is not None) + bool(features) > 1:
         raise ConfigError("label takes one of --text-file, --from-neuronpedia and --effects")
     if features:
-        serve.need_vllm()
+        _need_vllm()
         effects.run(Console(), model, config, features, verbose=verbose)
     elif text_file is not None:
         run(Console(), model, config, text_file, max_tokens=max_tokens, backend=choose(backend))
@@ -189,10 +193,9 @@ def _contrast(kind: Literal["vector", "probe"]) -> Callable[..., None]:
         tokens: Read = "mean",
         verbose: Verbose = False,
     ) -> None:
-        from saesteer.commands import serve
         from saesteer.workbench import contrast
 
-        serve.need_vllm()
+        _need_vllm()
         getattr(contrast, kind)(Console(), model, positive, negative, site, out=out, tokens=tokens, verbose=verbose)
 
     return run
@@ -218,10 +221,9 @@ def prove(
     verbose: Verbose = False,
 ) -> None:
     """Measure whether clamps of features do what their labels say, against controls. Needs no network and no judge."""
-    from saesteer.commands import serve
     from saesteer.workbench import prove
 
-    serve.need_vllm()
+    _need_vllm()
     config, files = read_settings(dictionary), {"json_file": json_file, "plot": plot}
     prove.run(Console(), model, config, feature or [], random=random, seed=seed, **files, verbose=verbose)
 
@@ -237,9 +239,8 @@ def doctor(
     verbose: Verbose = False,
 ) -> None:
     """Prove on this machine that steering works and affects no other request. Exits with code 1 if it does not."""
-    from saesteer.commands import serve
     from saesteer.workbench.doctor import run
 
-    serve.need_vllm()
+    _need_vllm()
     if not run(Console(), model, read_settings(dictionary), feature, verbose=verbose):
         raise typer.Exit(1)

@@ -197,13 +197,16 @@ def dictionaries_fit(oracle: Any, names: Iterable[str], place: str, options: Jso
     for one, info in infos.items():
         coder = oracle.coder(*one)
         figures = fits.figures(coder, info, streams)
+        name = "dictionary {}@{}".format(*one).removesuffix("@None")
         wrong = [*fits.oddities(coder, info, figures)]
-        found.append(Check(_name(*one), not wrong, "; ".join([*wrong, fits.in_words(info, figures)])))
+        found.append(
+            Check(
+                name,
+                not wrong,
+                "; ".join([*wrong, fits.in_words(info, figures)]),
+            )
+        )
     return found
-
-
-def _name(dictionary: str, layer: int | None) -> str:
-    return f"dictionary {dictionary}" if layer is None else f"dictionary {dictionary}@{layer}"
 
 
 def _top(answer: Completion) -> Top:

@@ -104,20 +104,20 @@ def run_contrast(
     Raises:
         SaesteerError: the model, a dictionary or a text is invalid, or no token of a text counts.
     """
-    from saesteer.labels.contrast import Mean, strongest
+    from saesteer.labels.gather import Gathered, strongest
     from saesteer.labels.places import opened
     from saesteer.workbench.features import open_model
     from saesteer.workbench.reads import asked_of, reads, texts_of
 
     oracle, names = open_model(model, config)
     asked = asked_of(oracle, names)
-    sides = [{key: Mean.of(one.info.features) for key, one in asked.items()} for _ in range(2)]
+    sides = [{key: Gathered(one.info.features, 0) for key, one in asked.items()} for _ in range(2)]
     files = {"--positive": positive, "--negative": negative}
     texts, others = (texts_of(oracle, asked, file, max_tokens, flag) for flag, file in files.items())
     with reads(backend, model, oracle, asked, [*texts, *others]) as told:
         for number, found in enumerate(told):
             for key, active in found.items():
-                sides[number >= len(texts)][key].add(active)
+                sides[number >= len(texts)][key].add(number, active)
     for key, one in asked.items():
         rows = []
         with opened(one.info) or nullcontext() as labels:

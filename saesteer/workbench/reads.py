@@ -112,7 +112,12 @@ def reads(
     """
 
     def active(streams: Mapping[str, Tensor]) -> Mapping[str, Active]:
-        return {key: _active(one, inputs(one.info, streams)) for key, one in dictionaries.items()}
+        found = {}
+        for key, one in dictionaries.items():  # a block of tokens at a time
+            stream = inputs(one.info, streams)
+            parts = blocks(one.info, len(stream))
+            found[key] = Active.joined([Active.of(one.coder.encode(stream[part]), part.start) for part in parts])
+        return found
 
     if backend == "hf":
         yield (active(oracle.streams(text.ids)) for text in texts)
@@ -123,9 +128,3 @@ def reads(
     place, _, options = resolve(model, SaesteerConfig())
     with captured(place, sites, options, [text.ids for text in texts]) as found:
         yield map(active, found)
-
-
-def _active(one: Asked, stream: Tensor) -> Active:
-    """The active features of what a dictionary reads [tokens, d_in], a block of tokens at a time."""
-    parts = blocks(one.info, len(stream))
-    return Active.joined([Active.of(one.coder.encode(stream[part]), part.start) for part in parts])

@@ -108,7 +108,10 @@ async def strongest(host: Host, asked: shapes.AllOf, text: str) -> shapes.AllRes
     if asked.sort_by_token_indexes:
         keys = await _sums(host, prompt, places, asked.sort_by_token_indexes, silent)
     else:
-        keys = await _maxima(host, prompt, places, most, silent)
+        keys = {}
+        for number, row in await _tops(host, prompt, places, most, [[silent, None]]):
+            for index, value in row["top"]:
+                keys[number, index] = max(value, keys.get((number, index), value))
     chosen = sorted(keys, key=lambda one: (-keys[one], one))[:most]
     wanted = {place: [index for at, index in chosen if at == number] for number, place in enumerate(places)}
     reads = {place: {"features": some, "scope": _PROMPT} for place, some in wanted.items() if some}
@@ -121,15 +124,6 @@ async def strongest(host: Host, asked: shapes.AllOf, text: str) -> shapes.AllRes
         about: Json = {"source": place.source, "index": index, "sum_values": total}
         found.append(shapes.AllFeature(**about, **_peak(values)))
     return shapes.AllResponse(activations=found, tokens=[*prompt.tokens])
-
-
-async def _maxima(host: Host, prompt: Prompt, places: Sequence[Place], most: int, start: int) -> Keys:
-    """The maxima of all features that may be among the strongest."""
-    keys: Keys = {}
-    for number, row in await _tops(host, prompt, places, most, [[start, None]]):
-        for index, value in row["top"]:
-            keys[number, index] = max(value, keys.get((number, index), value))
-    return keys
 
 
 async def _sums(host: Host, prompt: Prompt, places: Sequence[Place], tokens: Sequence[int], start: int) -> Keys:

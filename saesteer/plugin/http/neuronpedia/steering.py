@@ -96,7 +96,11 @@ async def _answers(
     """
     if (asked.features is None) == (asked.vectors is None):
         fail("features", "conflict", "stands next to vectors, or both are missing, expected one of the two")
-    edits = await _edits(host, asked, scope) if "STEERED" in asked.types else []
+    edits: list[Json] = []
+    if "STEERED" in asked.types:
+        given = await _features(host, asked.features or ())
+        given += [_vector(one, f"vectors[{i}]") for i, one in enumerate(asked.vectors or ())]
+        edits = edits_of(given, asked, scope)
     options = sampling(asked, host.longest - len(prompt.ids)) | {"skip_special_tokens": plain}
     said: dict[shapes.Type, Said] = {}
     for kind in asked.types:
@@ -109,14 +113,6 @@ async def _answers(
                 logprobs = _logprobs(host, one, asked.n_logprobs or 0, before)
                 said[kind] = Said(one.text, one.token_ids, logprobs)
                 yield answer(said)
-
-
-async def _edits(host: Host, asked: shapes.Steer, scope: Json) -> list[Json]:
-    if asked.vectors is None:
-        given = await _features(host, asked.features or ())
-    else:
-        given = [_vector(one, f"vectors[{i}]") for i, one in enumerate(asked.vectors)]
-    return edits_of(given, asked, scope)
 
 
 def _vector(one: shapes.SteerVector, at: str) -> Steered:
