@@ -163,34 +163,19 @@ http vllm.entrypoints.serve.utils.request_logger:RequestLogger
 http vllm.entrypoints.openai.models.serving:OpenAIServingModels
   show_available_models()  http.models:_listing  modules are models
 http vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat
+  chat_completion_full_generator(request, result_generator)  http.bodies:_chat  applied edits, run-batch
   _check_model(request)  http.models:_checking  the same
-  chat_completion_full_generator(request, result_generator)  http.bodies:_chat  applied edits
-  chat_completion_stream_generator(request, result_generator)  http.bodies:_chat_stream  applied edits
-  create_chat_completion(request, raw_request)  http.streams:_looking  refusals of streams
 http vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion
+  request_output_to_completion_response(final_res_batch, request)  http.bodies:_completion  applied edits, run-batch
   _check_model(request)  http.models:_checking  the same
-  request_output_to_completion_response(final_res_batch, request)  http.bodies:_completion  applied edits
-  completion_stream_generator(request, engine_inputs, result_generator)  http.bodies:_completion_stream  applied edits
-  create_completion(request, raw_request)  http.streams:_looking  refusals of streams
 http vllm.entrypoints.openai.responses.serving:OpenAIServingResponses
   _check_model(request)  http.models:_checking  the same
   responses_full_generator(request, sampling_params, result_generator, context)  http.bodies:_response  applied edits
-  responses_stream_generator(request, sampling_params, result_generator, context)  http.bodies:_response_stream  reads
-  create_responses(request, raw_request)  http.streams:_looking  refusals of streams
-http vllm.entrypoints.openai.responses.context
-  SimpleContext.append_output(output)  http.bodies:_remembering  applied edits
-  ParsableContext.append_output(output)  http.bodies:_remembering  applied edits
-  HarmonyContext.append_output(output)  http.bodies:_remembering  applied edits
 http vllm.entrypoints.openai.chat_completion.protocol:BatchChatCompletionRequest
   to_chat_completion_request(messages)  http.bodies:_batch_request  the body field
-http vllm.entrypoints.openai.chat_completion.batch_serving:OpenAIServingChatBatch
-  chat_completion_full_generator_batch(request, generators)  http.bodies:_batch  applied edits
 http vllm.entrypoints.anthropic.serving:AnthropicServingMessages
   create_messages(request, raw_request)  http.anthropic:_answering  refusals
   create_chat_completion(request, raw_request)  http.anthropic:_forwarding  the body field
-  messages_full_converter(generator)  http.anthropic:_whole  applied edits
-  message_stream_converter(generator)  http.anthropic:_stream  applied edits
-  chat_completion_stream_generator_raw(request, result_generator)  late http.anthropic:_objects  applied edits
 """
 
 

@@ -76,7 +76,6 @@ BAD: list[tuple[Any, str]] = [
     ({"edits": [{"op": "ablate", "vector": "refusal", "site": "resid_post.14"}]}, "saesteer.edits[0]"),
     ({"edits": 3}, "saesteer.edits"),
     ("{", "saesteer"),
-    (None, "saesteer"),
 ]
 
 

@@ -37,11 +37,12 @@ from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.logs import summary
 from saesteer.plugin.door.refusals import refuse_steering
 from saesteer.plugin.door.rows import Fetching
+from saesteer.plugin.http.exchange import exchange
 from saesteer.plugin.prefix_cache import FIRST, RUNS
 from saesteer.plugin.reasoning import BORDER, PARSER, border_of
 from saesteer.plugin.results.consuming import Wanted
 from saesteer.plugin.results.forms import RULES, WHOLE, sent
-from saesteer.plugin.results.kept import Results, kept_here
+from saesteer.plugin.results.kept import Results
 from saesteer.plugin.results.report import Report
 from saesteer.plugin.results.spools import Layout, Spool
 
@@ -181,7 +182,7 @@ class Door:
             limit,
             readouts=meaning.readouts,
             rooms=rooms,
-            kept=kept_here(),
+            kept=[] if (of := exchange()) is None else of.kept,
             messages=messages,
             wanted=wanted,
             silent=silent,

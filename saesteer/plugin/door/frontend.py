@@ -37,7 +37,8 @@ from saesteer.plugin.door.admission import Door, located, needs_messages
 from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.refusals import refuse_nothing, refuse_steering
 from saesteer.plugin.door.rows import Fetching
-from saesteer.plugin.http import access, bodies, memory, models, routes, statuses, streams
+from saesteer.plugin.http import access, bodies, memory, models, routes
+from saesteer.plugin.http.exchange import exchange
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
@@ -128,8 +129,8 @@ def _checking(
         if spec is not None:
             about: dict[str, Any] = {"template": template_of(prompt), "silent": silent}
             spec = door.admit(spec, catalog, request, conversation_of(prompt), **about)
-            if not silent:
-                statuses.mark(taken.saesteer_mark)
+            if not silent and (found := exchange()) is not None:
+                found.mark = taken.saesteer_mark
             if held is not None:
                 names.count(held, spec)
     except SpecError as error:
@@ -164,14 +165,17 @@ async def _asking_ahead(
     params = with_spec(params, spec)
     await consuming.room(self.input_processor.saesteer_door.consumers, params)
     queue = await original(self, request_id, prompt, params, *args, **kwargs)
-    streams.admitted()
+    if (found := exchange()) is not None:
+        config = self.input_processor.saesteer_door.config
+        found.admit(at_once=config is None or not (config.max_dose_action == "refuse" or config.fail_fast))
     return queue
 
 
 @around
 def _settling(original: Original, self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-    outputs = original(self, prompt, sampling_params, *args, **kwargs)
-    return _settled(outputs) if consuming.are_named(sampling_params) else outputs
+    outputs, found = original(self, prompt, sampling_params, *args, **kwargs), exchange()
+    outputs = _settled(outputs) if consuming.are_named(sampling_params) else outputs
+    return outputs if found is None else found.watch(outputs, getattr(sampling_params, "n", None) or 1)
 
 
 async def _settled(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -217,6 +221,8 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
             message = "appears both in the body and in vllm_xargs; expected only one of them"
             raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
         params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
+    if bodies.is_steered(self):
+        bodies.begun().asked += 1
     if (module := models.module_of(self)) is not None:
         params.extra_args = {**(params.extra_args or {}), _MODULE: module}
     return params

@@ -23,6 +23,7 @@ from saesteer.language.sites import order
 from saesteer.language.spec import MAX_CHARACTERS, from_json
 from saesteer.plugin.configured import configure, disabled, with_file
 from saesteer.plugin.http import access, features, results
+from saesteer.plugin.http.answers import Answers
 from saesteer.plugin.http.entries import (
     DefaultBody,
     DefaultEntry,
@@ -40,7 +41,6 @@ from saesteer.plugin.http.memory import MemoryGuard
 from saesteer.plugin.http.openapi import document
 from saesteer.plugin.http.refusals import Handler, Refused, first_of, refuse, refusing
 from saesteer.plugin.http.routes import SERVED, Guard
-from saesteer.plugin.http.statuses import Statuses
 from saesteer.plugin.names.changes import Given
 from saesteer.plugin.names.versions import Names
 
@@ -88,7 +88,7 @@ class EndpointPlugin:
             return
         if steers:
             configure()  # here at the latest
-        app.add_middleware(Statuses)
+        app.add_middleware(Answers)
         key = admin_key()
         keys = access.keys_of(args)
         if key and key in keys:

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from saesteer.config.config import KEY
 from saesteer.errors import PromptsFailed, SpecError
 from saesteer.language.fields import show
-from saesteer.plugin.http.statuses import refusals
+from saesteer.plugin.http.exchange import exchange
 from saesteer.plugin.results import consuming, metrics
 from saesteer.plugin.results.forms import BROKEN, COLLAPSED, DOSE, GONE, NON_FINITE, SHARED
 from saesteer.plugin.wrap import Original, around
@@ -31,7 +31,8 @@ class SpecRefused(SpecError, VLLMValidationError):
         VLLMValidationError.__init__(self, f"{error} [{error.code}]", parameter=error.field)
         self.field = error.field
         self.code = error.code
-        refusals.append(str(self))
+        if (found := exchange()) is not None:
+            found.refused = self
         metrics.refused(error.code)  # here, since every refusal becomes a SpecRefused
 
     def __str__(self) -> str:

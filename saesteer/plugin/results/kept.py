@@ -53,22 +53,7 @@ logger = logging.getLogger("vllm.saesteer")
 _HANDLE = re.compile("[0-9a-f]{32}")
 # Of this context: who has sent its HTTP request, by key or address; empty where there is none.
 client: ContextVar[str] = ContextVar("saesteer_client", default="")
-_body: ContextVar["list[Spool] | None"] = ContextVar("saesteer_body", default=None)
 _AT = f"{KEY}.return.activations"
-
-
-def one_body() -> None:
-    """The requests of this context are the prompts of one HTTP body: if one is aborted or fails, nobody gets any.
-
-    A context of its own ends with its HTTP request.
-    """
-    _body.set([])
-
-
-def kept_here() -> "list[Spool]":
-    """Where a request notes what its answers have kept: all prompts of a body have one list, any other has its own."""
-    found = _body.get()
-    return [] if found is None else found
 
 
 class Handle(str):

@@ -1,0 +1,82 @@
+"""What the prompts of one HTTP request report, on its way from the engine's outputs to the answer. Knows no text."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+from saesteer.config.config import KEY
+from saesteer.errors import SpecError
+from saesteer.plugin.results.spools import Spool
+from saesteer.plugin.results.unsent import Unsent
+
+
+class Exchange:
+    """One HTTP request to a route that serves the field.
+
+    Args:
+        path: of the route.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.refused: SpecError | None = None  # a SpecRefused, the last of its prompts
+        self.mark = ""  # what is applied, for the header
+        self.kept: list[Spool] = []  # of choices that have ended: if one of its prompts fails, nobody gets any
+        self.unsent: dict[int, Unsent] = {}  # by number of the choice
+        self.begins = asyncio.Event()  # all its prompts are admitted
+        self.asked = 0  # prompts with a spec that are not admitted yet
+        self._next = 0  # number of the first choice of the next prompt
+
+    def admit(self, *, at_once: bool) -> None:
+        """Note that the engine has admitted a prompt; ``at_once``: no pass of it can end it."""
+        self.asked -= at_once
+        if at_once and self.asked <= 0:
+            self.begins.set()
+
+    def watch(self, outputs: AsyncGenerator[Any, None], choices: int) -> AsyncGenerator[Any, None]:
+        """Pass on the engine's outputs of the next prompt, and take down what its choices report."""
+        first = self._next
+        if self.path != "/v1/responses":  # where each prompt is a turn of one answer
+            self._next += choices
+        return self._taken_down(outputs, first)
+
+    async def _taken_down(self, outputs: AsyncGenerator[Any, None], first: int) -> AsyncGenerator[Any, None]:
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    for choice in output.outputs:
+                        if hasattr(choice, KEY):
+                            ended = choice.finish_reason is not None
+                            self.unsent.setdefault(first + choice.index, Unsent()).add(choice.saesteer, ended=ended)
+                            if ended and not choice.text and not choice.token_ids:
+                                choice.text = _Nothing()
+                    yield output
+            except SpecError as error:  # of a request that is refused while it runs
+                self.refused = error
+                raise
+
+
+class _Nothing(str):
+    """An empty text that counts as one: vLLM's streams leave out an output without text and tokens, even a last one."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return True
+
+
+_exchange: ContextVar[Exchange | None] = ContextVar("saesteer_exchange", default=None)
+
+
+def exchange() -> Exchange | None:
+    """The exchange that this context belongs to, if there is one."""
+    return _exchange.get()
+
+
+def begin(path: str) -> Exchange:
+    """An exchange, which this context belongs to from now on."""
+    found = Exchange(path)
+    _exchange.set(found)
+    return found
