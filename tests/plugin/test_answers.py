@@ -121,7 +121,7 @@ def refuse(code: str = "dose") -> Callable[[Any], None]:
     """Refuse as the door does, and let vLLM make what it likes of that."""
 
     def refused(_: Any) -> None:
-        SpecRefused(SpecError("too much", field="saesteer.edits", code=code))  # type: ignore[arg-type]
+        SpecRefused(SpecError("too much", field="saesteer.edits", code=code))
 
     return refused
 
