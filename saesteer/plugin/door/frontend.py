@@ -221,7 +221,7 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
             message = "appears both in the body and in vllm_xargs; expected only one of them"
             raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
         params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
-    if bodies.is_steered(self):
+    if bodies.is_steered(self) or models.has_default():
         bodies.begun().asked += 1
     if (module := models.module_of(self)) is not None:
         params.extra_args = {**(params.extra_args or {}), _MODULE: module}
