@@ -22,7 +22,7 @@ from saesteer.language.sites import parse
 from saesteer.planning.figures import SIZES, apart, floats, score, tensor
 from saesteer.planning.plan import END, Catalog, Readout
 from saesteer.planning.reductions import Piece, Pieces, is_by_message
-from saesteer.planning.together import function_of, together
+from saesteer.planning.together import together
 from saesteer.planning.windows import inside, of_part, rank
 
 # Kind of a readout → where answers have it.
@@ -79,7 +79,8 @@ def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Re
             every = (about, *beside)
             layers = [layer for own in every for layer in own["layers"]]
             whole = {**about, "site": [own["site"] for own in every], "layers": layers}
-        made.append(Reported(one, about, dtype, function_of(one, catalog), tuple(beside), whole))
+        function = catalog.function_of(one.probe and one.probe.vector)
+        made.append(Reported(one, about, dtype, function, tuple(beside), whole))
     return tuple(made)
 
 
@@ -122,7 +123,6 @@ class Rows:
         for one in self._told:
             if not one.readout.inline:
                 one.spool = next(files, None)
-        for one in self._told:
             fields.setdefault(one.word, [])
 
     def add(self, blobs: Iterable[Sequence[Any]]) -> None:
@@ -293,18 +293,18 @@ class _Kind:
         if self.readout.last:
             row = ([at for at in self.last if at < end] or [*self.last])[-1:]
             data = b"".join(self.last[at] for at in row)
-            return tensor(row, data, self.dtype, [len(row)])
+            return tensor(row, data, self.dtype, len(row))
         found = self._reduction.whole(end)
         data = b"".join(one.numbers.tobytes() for one in found.values())
         if is_by_message(self.readout.reduce):
             spans, tokens = [[one.first, one.end] for one in found.values()], [one.tokens for one in found.values()]
-            return tensor(spans, data, "float32", [len(found)]) | {"messages": [*found], "tokens": tokens}
+            return tensor(spans, data, "float32", len(found)) | {"messages": [*found], "tokens": tokens}
         span = [at for one in found.values() for at in (one.first, one.end)]
-        return tensor(span, data, "float32", [len(found)]) | {"tokens": sum(one.tokens for one in found.values())}
+        return tensor(span, data, "float32", len(found)) | {"tokens": sum(one.tokens for one in found.values())}
 
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """The rows as the answer has them: a tensor."""
-        return tensor(positions, b"".join(data for (data,) in rows), self.dtype, [len(positions)])
+        return tensor(positions, b"".join(data for (data,) in rows), self.dtype, len(positions))
 
 
 def _merged(taken: Sequence[Taken]) -> Taken:

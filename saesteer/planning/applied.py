@@ -27,8 +27,6 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
     for site, part in ((group.site, part) for group in plan.groups for part in group.parts):
         change = part.first if isinstance(part, Clamps) else part
         entry = {"edit": change.field, "op": change.op, "site": site, **_target(change, catalog)}
-        if origin := _origin(change, catalog):
-            entry["trained_on"] = origin
         entry["positions"] = [[start, None if end == END else end] for start, end in change.windows]
         if change.part is not None:
             entry["part"] = change.part
@@ -106,25 +104,20 @@ def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
     target = change.target
     if isinstance(target, Direction):
         if isinstance(target.vector, str):
-            about: dict[str, Any] = {"vector": target.vector, "version": _short(catalog.vectors[target.vector])}
+            version = catalog.vectors[target.vector].fingerprint
+            about: dict[str, Any] = {"vector": target.vector, "version": version[:_LETTERS]}
         else:
             about = {"version": fingerprint_of(target.vector)[:_LETTERS]}
         return about if target.layer is None else about | {"layer": target.layer}
     name, layer = catalog.named(target.dictionary)
     about = {"dictionary": name} if layer is None else {"dictionary": name, "layer": layer}
+    version = catalog.dictionaries[target.dictionary].fingerprint
     if isinstance(target, Feature):
         about["feature"] = target.feature
         if target in catalog.rows:
-            return about | {"version": catalog.rows[target].digest[:_LETTERS]}
-    return about | {"version": _short(catalog.dictionaries[target.dictionary])}
-
-
-def _origin(change: Change, catalog: Catalog) -> str | None:
-    """The model that the change's dictionary was trained on, if the server's own name does not say the same."""
-    found = None if isinstance(change.target, Direction) else catalog.origin(change.target.dictionary)
-    return found.model if found is not None and found.fit in ("base", "declared") else None
-
-
-def _short(of: Any) -> str:
-    """The beginning of a content's fingerprint."""
-    return str(of.fingerprint)[:_LETTERS]
+            version = catalog.rows[target].digest
+    about["version"] = version[:_LETTERS]
+    origin = catalog.origin(target.dictionary)
+    if origin is not None and origin.fit in ("base", "declared"):  # else the server's own name says the same
+        about["trained_on"] = origin.model
+    return about

@@ -12,9 +12,8 @@ from saesteer.planning.plan import Catalog, Feature, Plan
 
 def features_of(plan: Plan, catalog: Catalog) -> dict[Feature, str]:
     """The features whose rows a plan needs, each with the path of its first mention."""
-    parts = (part for group in plan.groups for part in group.parts)
     found: dict[Feature, str] = {}
-    edited = ((one.target, one.field) for one in (*parts, *plan.inputs) if isinstance(one.target, Feature))
+    edited = ((one.target, one.field) for one in (*plan.parts, *plan.inputs) if isinstance(one.target, Feature))
     reads = (one for one in (*plan.readouts, *plan.measures) if one.dictionary is not None)
     read = ((Feature(str(one.dictionary), feature), one.field) for one in reads for feature in one.features)
     for target, field in chain(edited, read):

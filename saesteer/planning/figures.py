@@ -31,10 +31,10 @@ def score(numbers: NDArray[np.float32], function: Function) -> NDArray[np.float3
     return found.astype(np.float32)
 
 
-def tensor(positions: list[Any], data: bytes, dtype: str, rows: list[int]) -> dict[str, Any]:
-    """The fields of a tensor: one row for each of so many, in a list of one number."""
-    width = len(data) // (SIZES[dtype] * rows[0]) if rows[0] else 0
-    return {"positions": positions, "dtype": dtype, "shape": [rows[0], width], "data": data}
+def tensor(positions: list[Any], data: bytes, dtype: str, rows: int) -> dict[str, Any]:
+    """The fields of a tensor of so many rows."""
+    width = len(data) // (SIZES[dtype] * rows) if rows else 0
+    return {"positions": positions, "dtype": dtype, "shape": [rows, width], "data": data}
 
 
 def floats(data: bytes) -> list[float]:

@@ -144,7 +144,7 @@ def writing_sites(catalog: Catalog, name: str, info: "CoderInfo", at: str) -> tu
 
 def _with_op(catalog: Catalog, name: str, does: str, site: str | None, op: str | None, at: str) -> str:
     """The site, after a check that the server has the op that reads or writes there."""
-    if site is None or op is None or not _instrumented(catalog, op):
+    if site is None or op is None or not catalog.has_op(op):
         place = f"dictionary {name!r} {does} {site}, where this server has no op"
         hint = "" if op is None else f"; {hint_of(catalog, op)}"
         fail(f"{at}.dictionary", "not_served", f"{place}, expected {_sites(catalog)}{hint}")
@@ -159,7 +159,7 @@ def places_of(
     Raises:
         SpecError: the vector is unknown, has another width than a site or no row for a layer, or a site has no op.
     """
-    layers, kind = _layers(catalog, vector, at), kind_of(catalog, vector)
+    layers, kind, width, field = _facts(catalog, vector, f"{at}.vector")
     if len(written) == 1 and "." not in written[0]:
         if layers is None:
             message = f"got {written[0]} alone, which stands for every layer that the vector has"
@@ -173,11 +173,11 @@ def places_of(
         own, layer = parse(site if kind else name)
         if kind not in (None, own):
             fail(path, "conflict", f"got {name}, but the vector's file says that it is for {kind}, expected that")
-        _check_width(catalog, vector, site, f"{at}.vector")
+        fit(catalog, site, width, field)
         if layers is not None and layer not in layers:
             message = f"got {name}, but the vector has no row for layer {layer}"
             fail(path, "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
-        if not _instrumented(catalog, catalog.op_site(site)):
+        if not catalog.has_op(catalog.op_site(site)):
             message = f"got {name}, where this server has no op, expected {_sites(catalog)}"
             fail(path, "not_served", f"{message}; {hint_of(catalog, site)}")
         yield site, Direction(vector, None if layers is None else layer), name
@@ -192,18 +192,19 @@ def probe_of(catalog: Catalog, name: str, written: str, at: str) -> tuple[str, D
     Raises:
         SpecError: the vector is unknown, differs from the site in width, or has no layer or several to choose from.
     """
-    layers, kind = _rows_of_probe(catalog, name, at), kind_of(catalog, name)
+    found = _named(catalog, name, f"{at}.probe", "the name of a vector, one of")
+    layers, kind = found.layers, found.kind
     own, here = parse(canonical(written) if kind else written)
     if layers is None or (here in layers and kind in (None, own)):
         site = canonical(written)
-        _check_width(catalog, name, site, f"{at}.probe")
+        fit(catalog, site, found.width, f"{at}.probe")
         return site, Direction(name, None if layers is None else here)
     if len(layers) > 1:
         message = f"probe {name!r} has rows for layers {listing(layers)}, but none for layer {here}, where the edit is"
         fail(f"{at}.probe", "conflict", f"{message}, expected a row for this layer, or for one layer alone")
     place = f"{kind or 'resid_post'}.{layers[0]}"
-    _check_width(catalog, name, place, f"{at}.probe")
-    if not _instrumented(catalog, place):
+    fit(catalog, place, found.width, f"{at}.probe")
+    if not catalog.has_op(place):
         fail(f"{at}.probe", "not_served", f"{name!r} reads {place}, where this server has no op; start it with --sites")
     return place, Direction(name, layers[0])
 
@@ -221,7 +222,8 @@ def read_probe(catalog: Catalog, name: str, site: str | None, at: str) -> tuple[
         SpecError: the vector is unknown, differs from the site in width, has no row for its layer, or leaves the site
             open.
     """
-    layers, kind = _rows_of_probe(catalog, name, at), kind_of(catalog, name)
+    found = _named(catalog, name, f"{at}.probe", "the name of a vector, one of")
+    layers, kind = found.layers, found.kind
     if site is None:
         if layers is None or len(layers) > 1:
             rows = "one row for any site" if layers is None else f"rows for layers {listing(layers)}"
@@ -233,7 +235,7 @@ def read_probe(catalog: Catalog, name: str, site: str | None, at: str) -> tuple[
     if layers is not None and here not in layers:
         message = f"got {site}, but probe {name!r} has no row for layer {here}"
         fail(f"{at}.site", "out_of_range", f"{message}, expected one of its layers: {listing(layers)}")
-    _check_width(catalog, name, canonical(site), f"{at}.probe")
+    fit(catalog, canonical(site), found.width, f"{at}.probe")
     return canonical(site), Direction(name, None if layers is None else here)
 
 
@@ -244,35 +246,22 @@ def _named(catalog: Catalog, name: str, path: str, what: str = "one of") -> Vect
     return known[name]
 
 
-def _rows_of_probe(catalog: Catalog, name: str, at: str) -> tuple[int, ...] | None:
-    return _named(catalog, name, f"{at}.probe", "the name of a vector, one of").layers
+def _facts(catalog: Catalog, vector: Vector, path: str) -> tuple[tuple[int, ...] | None, str | None, int, str]:
+    """What a vector is like, at its path.
 
-
-def kind_of(catalog: Catalog, vector: Vector) -> str | None:
-    """The kind of site that a vector's file holds it to, if any."""
-    return catalog.vectors[vector].kind if isinstance(vector, str) else None
-
-
-def _layers(catalog: Catalog, vector: Vector, at: str) -> tuple[int, ...] | None:
-    """The layers of a vector, of a request's own in its order; None where it has one row for any site."""
+    Its layers, of a request's own in its order, or None where it has one row for any site; the kind of site that its
+    file holds it to, if any; its width; and the path of its width.
+    """
     if isinstance(vector, str):
-        return _named(catalog, vector, f"{at}.vector").layers
-    layers = vector.layers if isinstance(vector, InlineVector) else None
+        found = _named(catalog, vector, path)
+        return found.layers, found.kind, found.width, path
+    if not isinstance(vector, InlineVector):
+        return None, None, len(vector), path
+    layers = vector.layers
     if layers and catalog.layers is not None and (last := max(layers)) >= catalog.layers:
         expected = f"layers of this model, 0 to {catalog.layers - 1}"
-        fail(f"{at}.vector.layers[{layers.index(last)}]", "out_of_range", f"got {last}, expected {expected}")
-    return layers
-
-
-def _check_width(catalog: Catalog, vector: Vector, site: str, path: str) -> None:
-    """Refuse a vector that is not as wide as the tensor at a site."""
-    if isinstance(vector, str):
-        width = catalog.vectors[vector].width
-    elif isinstance(vector, InlineVector):
-        width, path = vector.shape[-1], f"{path}.shape"
-    else:
-        width = len(vector)
-    fit(catalog, site, width, path)
+        fail(f"{path}.layers[{layers.index(last)}]", "out_of_range", f"got {last}, expected {expected}")
+    return layers, None, vector.shape[-1], f"{path}.shape"
 
 
 def fit(catalog: Catalog, site: str, width: int, path: str, what: str = "is") -> None:
@@ -292,10 +281,6 @@ def hint_of(catalog: Catalog, site: str, flag: str = "--sites") -> str:
     if catalog.layers is not None and parse(site)[1] >= catalog.layers:
         return f"this model has layers 0 to {catalog.layers - 1}"
     return f"start it with {flag} {site} to have one there"
-
-
-def _instrumented(catalog: Catalog, site: str) -> bool:
-    return catalog.sites is None or site in catalog.sites
 
 
 def _sites(catalog: Catalog) -> str:

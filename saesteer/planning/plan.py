@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as option
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from saesteer.dictionaries.vectors import VectorSet
+from saesteer.dictionaries.vectors import Function, VectorSet
 from saesteer.language.edits import Part, Scope
 from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
@@ -50,8 +50,7 @@ def layer_of(info: "CoderInfo") -> int | None:
 Fit = Literal["same", "base", "declared", "other", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The language model that a dictionary was trained on, and what the server knows about it.
 
     It is the served one, or the base of the served one; the operator says that it fits; or it is another, or unknown.
@@ -100,9 +99,17 @@ class Catalog:
         here = layer.isdecimal() and int(layer) in self.sets.get(name, ())
         return (name, int(layer)) if here else (key, None)
 
+    def has_op(self, site: str) -> bool:
+        """Whether there is an op at this canonical site."""
+        return self.sites is None or site in self.sites
+
     def op_site(self, site: str) -> str:
         """The site whose op makes an edit of this canonical site."""
         return site if self.sites is None or site in self.sites else op_site(site, self.sites, self.sums)
+
+    def function_of(self, probe: object) -> Function:
+        """What becomes of a probe's products, by the probe's name; nothing if no vector has this name."""
+        return self.vectors[probe].function if isinstance(probe, str) and probe in self.vectors else "linear"
 
     def stage_of(self, site: str) -> int:
         """The stage of a pipeline that has the op of this canonical site: where its tensor is consumed."""
@@ -325,6 +332,11 @@ class Plan:
 
     def __bool__(self) -> bool:
         return bool(self.groups)
+
+    @property
+    def parts(self) -> Iterator[Change | Clamps]:
+        """The parts of all groups, in their order."""
+        return chain.from_iterable(group.parts for group in self.groups)
 
     @property
     def inputs(self) -> tuple[Condition | Read, ...]:

@@ -210,10 +210,13 @@ class _Planner:
     def project(self, edit: Cap | Ablate, step: Step) -> None:
         """Plan a cap, or an ablation, whose projection becomes 0."""
         scale, low, high = (1.0, *bounds(edit.min, edit.max)) if isinstance(edit, Cap) else (0.0, *bounds(None, None))
-        spans, gain, part = self._windows(edit.scope, step.at), _gain(step, edit.strength), edit.scope.part
+        spans, gain = self._windows(edit.scope, step.at), step.scale * edit.strength
+        if abs(gain) > FLOAT32_MAX:
+            message = f"makes {gain:g} with the modules' scales, too large for float32"
+            fail(f"{step.at}.strength", "out_of_range", message)
         law: dict[str, Any] = {"scale": scale, "low": low, "high": high, "gain": gain}
         for site, target, written in places_of(self.catalog, edit.vector, edit.site, step.at):
-            change = Change(target, spans, step.at, part=part, op=edit.op, **law)
+            change = Change(target, spans, step.at, part=edit.scope.part, op=edit.op, **law)
             self._join(site, None, step, change, written)
 
     @take.register
@@ -254,11 +257,10 @@ class _Planner:
     def finish(self) -> Plan:
         """The plan, once all edits have been added."""
         conditions, reads = self.reads.settle()
+        inputs: dict[Key, Condition | Read] = {**conditions, **reads}
         for group in self.groups if self.catalog.stages else ():
             for one in group.members:
-                keys = [key for key in (one.held, one.strength) if key is not None]
-                needed: list[Condition | Read] = [conditions[key] for key in one.keys]
-                needed += [reads[key] for key in keys]
+                needed = [inputs[key] for key in (*one.keys, one.held, one.strength) if key is not None]
                 refuse_stages(group.site, one.part.field, needed, self.catalog)
         groups = tuple(
             Group(group.site, tuple(_settled(member, conditions, reads) for member in group.members))
@@ -324,13 +326,6 @@ def _settled(member: _Member, conditions: Mapping[Key, Condition], reads: Mappin
     return replace(part, first=replace(part.first, **known)) if isinstance(part, Clamps) else replace(part, **known)
 
 
-def _gain(step: Step, strength: float) -> float:
-    gain = step.scale * strength
-    if abs(gain) > FLOAT32_MAX:
-        fail(f"{step.at}.strength", "out_of_range", f"makes {gain:g} with the modules' scales, too large for float32")
-    return gain
-
-
 def _refuse_partial(name: str, info: "CoderInfo", at: str) -> None:
     if not info.can_reconstruct:
         message = f"the file of {name!r} lacks the output bias or some features, so it cannot reconstruct"
@@ -350,18 +345,15 @@ def _made_band(group: _Growing, edit: Edit, change: Change | Clamps, keys: Seque
     if place is None:
         group.halves.setdefault((*alike, edit.mode), len(group.members))
         return False
-    half = group.members[place]
-    assert isinstance(half.part, Change)
-    group.members[place] = half._replace(part=_band(half.part, change))
+    first = group.members[place].part
+    assert isinstance(first, Change)
+    low, high = max(first.low, change.low), min(first.high, change.high)
+    if low > high:
+        message = f"makes a band from min {low} to max {high} with {first.field}, expected min at most max"
+        fail(f"{change.field}.value", "conflict", message)
+    band = replace(first, low=low, high=high, asked=("band", [low, high]))
+    group.members[place] = group.members[place]._replace(part=band)
     return True
 
 
 _OTHER = {"min": "max", "max": "min"}
-
-
-def _band(first: Change, second: Change) -> Change:
-    low, high = max(first.low, second.low), min(first.high, second.high)
-    if low > high:
-        message = f"makes a band from min {low} to max {high} with {first.field}, expected min at most max"
-        fail(f"{second.field}.value", "conflict", message)
-    return replace(first, low=low, high=high, asked=("band", [low, high]))

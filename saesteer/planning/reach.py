@@ -1,7 +1,6 @@
 """Edits and rules of a request's own list that none of its tokens has; one of a module may well have none."""
 
 from collections.abc import Mapping
-from itertools import chain
 
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
@@ -18,8 +17,7 @@ def is_own(at: str) -> bool:
 
 def scopes_of(plan: Plan) -> Scopes:
     """Collect the different scopes of the request's own edits and rules, each with the path of one that has it."""
-    parts = chain(plan.rules, *(group.parts for group in plan.groups))
-    return {(one.windows, one.part): one.field for one in parts if is_own(one.field)}
+    return {(one.windows, one.part): one.field for one in (*plan.rules, *plan.parts) if is_own(one.field)}
 
 
 def refuse_unmet(scopes: Scopes, prompt_len: int, end: int, border: int = END) -> None:

@@ -49,7 +49,11 @@ def readouts(
     if returns.hidden:
         whole = Readout("hidden", f"{at}.hidden", None, None, True, (), last=returns.hidden is True)
         found.append(whole if whole.last else _placed(whole, returns.hidden, catalog, prompt_len))
-    _refuse_twice(found)
+    first: dict[object, str] = {}
+    for one in found:  # two reads may be one in other words, such as a dictionary with and without its only layer
+        same = first.setdefault((one.kind, one.site, one.after, one.dictionary, one.probe), one.field)
+        if same != one.field:
+            fail(one.field, "duplicate", f"reads what {same} reads, expected it once")
     _check_consumers(returns, catalog, f"{at}.consumers", reads=bool(found))
     return tuple(found)
 
@@ -93,16 +97,13 @@ def behind_sums(plan: Plan, catalog: Catalog) -> Plan:
     def placed(one: Readout) -> Readout:
         if one.after or one.op not in parts.keys() | edited:
             return one
-        if one.site != one.op:  # mlp_in_pregain, of what the op of resid_mid leaves
-            return replace(one, summed=True)
-        if one.op not in parts:
-            return one
-        if one.op in edited:
-            part = parts[one.op]
-            message = (
-                f"reads {one.site} before edits of {one.op} and after those of {part}, where this server has no op"
-            )
-            fail(one.field, "not_served", f"{message}; start it with --sites {part} to have one there")
+        if one.site == one.op:  # else mlp_in_pregain, of what the op of resid_mid leaves
+            if one.op not in parts:
+                return one
+            if one.op in edited:
+                place = f"after those of {parts[one.op]}, where this server has no op"
+                message = f"reads {one.site} before edits of {one.op} and {place}"
+                fail(one.field, "not_served", f"{message}; start it with --sites {parts[one.op]} to have one there")
         return replace(one, summed=True)
 
     readouts = tuple(map(placed, plan.readouts))
@@ -207,8 +208,15 @@ def measure(one: Watched, windows: tuple[Window, ...], catalog: Catalog, at: str
 
 
 def _placed(found: Readout, one: Any, catalog: Catalog, prompt_len: int) -> Readout:
-    """The read-out at the positions of its read's scope."""
-    spans = _windows(one.scope, catalog, prompt_len, found.field)
+    """The read-out at the positions of its read's scope.
+
+    Generated tokens that will never be inputs are no mistake, an empty prompt scope is.
+    """
+    check_scope(one.scope, catalog, found.field)
+    spans = windows_of_read(one.scope, prompt_len)
+    if not spans:
+        message = f"holds no position with a prompt of {prompt_len} tokens, expected at least one"
+        fail(f"{found.field}.scope", "empty_scope", message)
     return replace(found, windows=spans, recompute=one.cached == "recompute", part=one.scope.part)
 
 
@@ -302,25 +310,15 @@ def check_scope(scope: Scope, catalog: Catalog, at: str) -> None:
         fail(f"{at}.scope.messages", "not_served", f"names chat messages, which {why}; expected positions")
 
 
-def _windows(scope: Scope, catalog: Catalog, prompt_len: int, at: str) -> tuple[Window, ...]:
-    """The positions of a read; generated tokens that will never be inputs are no mistake, an empty prompt scope is."""
-    check_scope(scope, catalog, at)
-    found = windows_of_read(scope, prompt_len)
-    if not found:
-        message = f"holds no position with a prompt of {prompt_len} tokens, expected at least one"
-        fail(f"{at}.scope", "empty_scope", message)
-    return found
-
-
 def _check_kept(catalog: Catalog, op: str, named: str, path: str) -> None:
     """Refuse to read where the server has no op, or one that keeps no tensor."""
-    why = None
-    if catalog.sites is not None and op not in catalog.sites:
+    if not catalog.has_op(op):
         why = "where this server has no op"
     elif catalog.reads is not None and op not in catalog.reads:
         why = "whose tensor this server does not keep"
-    if why is not None:
-        fail(path, "not_served", f"reads {named}, {why}; {hint_of(catalog, op, '--reads')}")
+    else:
+        return
+    fail(path, "not_served", f"reads {named}, {why}; {hint_of(catalog, op, '--reads')}")
 
 
 def _refuse_pregain(site: str, at: str) -> None:
@@ -334,15 +332,6 @@ def _is_after(moment: str, site: str, at: str) -> bool:
     if moment == "after" and is_pregain(site):
         fail(f"{at}.at", "conflict", f"got after, but nothing can be written at {site}, expected before")
     return moment == "after"
-
-
-def _refuse_twice(found: Sequence[Readout]) -> None:
-    """Refuse two reads that are one in other words, such as a dictionary with and without its only layer."""
-    first: dict[object, str] = {}
-    for one in found:
-        same = first.setdefault((one.kind, one.site, one.after, one.dictionary, one.probe), one.field)
-        if same != one.field:
-            fail(one.field, "duplicate", f"reads what {same} reads, expected it once")
 
 
 def _check_consumers(returns: Return, catalog: Catalog, at: str, *, reads: bool) -> None:

@@ -42,9 +42,7 @@ def score_of(function: Function, value: float) -> float:
 def bounds_of(gate: Gate, catalog: Catalog) -> tuple[float, float]:
     """The bounds of a condition: on a feature, or on a probe's x · v + bias, without its function."""
     above, below = bounds(gate.above, gate.below)
-    if gate.probe is None or gate.probe not in catalog.vectors:  # an unknown name is refused elsewhere
-        return above, below
-    function = catalog.vectors[gate.probe].function
+    function = catalog.function_of(gate.probe)
     return score_of(function, above), score_of(function, below)
 
 
@@ -134,8 +132,8 @@ class Reads:
         Raises:
             SpecError: a name is unknown, or what is read is only known later in the forward pass.
         """
-        if one.probe is not None and one.probe in self.catalog.vectors:
-            function, bias = self.catalog.vectors[one.probe].function, self.catalog.vectors[one.probe].bias
+        if one.probe is not None and one.probe in self.catalog.vectors:  # another name is refused below
+            function, bias = self.catalog.function_of(one.probe), self.catalog.vectors[one.probe].bias
             if function != "linear":
                 message = f"reads {one.probe!r}, whose function is {function}, which this version cannot multiply by"
                 fail(f"{at}.probe", "not_served", f"{message}; expected a linear probe, or a condition")

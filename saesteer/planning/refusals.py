@@ -6,13 +6,13 @@ Knows plans and catalogs, not how a plan is made.
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import NoReturn, get_args
+from typing import get_args
 
 from saesteer.language.edits import Part
 from saesteer.language.fields import fail
 from saesteer.language.sites import is_pregain, order
 from saesteer.planning.lookup import fit
-from saesteer.planning.plan import Catalog, Clamps, Condition, Direction, Feature, Group, Plan, Read, Whole
+from saesteer.planning.plan import Catalog, Change, Clamps, Condition, Direction, Feature, Group, Plan, Read, Whole
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 
@@ -28,7 +28,7 @@ def refuse(found: Plan, catalog: Catalog) -> None:
     """
     for group in found.groups:
         _refuse_twice(group)
-    targets = [part.target for group in found.groups for part in group.parts] + [one.target for one in found.inputs]
+    targets = [one.target for one in (*found.parts, *found.inputs)]
     kinds = {one.__class__ for one in targets}
     named = {one.dictionary for one in targets if not isinstance(one, Direction)}
     by_rows = any(catalog.dictionaries[name].by_rows for name in named)
@@ -36,7 +36,7 @@ def refuse(found: Plan, catalog: Catalog) -> None:
         _refuse_by_rows(found, catalog)
     _refuse_apart(found, catalog)
     _refuse_stale(found, catalog)
-    if Whole in kinds or any(_is_ranked(name, catalog) for name in named):
+    if Whole in kinds or any(catalog.dictionaries[name].k is not None for name in named):
         _refuse_dense(found, catalog)
     if by_rows or Direction in kinds:
         _refuse_brought(found, catalog)
@@ -89,11 +89,11 @@ def _refuse_twice(group: Group) -> None:
 
 def _refuse_by_rows(found: Plan, catalog: Catalog) -> None:
     """Refuse what the rows of a few features cannot do."""
-    changes = ((part.field, part.target) for group in found.groups for part in group.parts)
-    for field, target in (*changes, *((one.field, one.target) for one in found.inputs)):
+    for one in (*found.parts, *found.inputs):
+        target, at = one.target, f"{one.field}.dictionary"
         if isinstance(target, Direction) or not (info := catalog.dictionaries[target.dictionary]).by_rows:
             continue
-        at, name = f"{field}.dictionary", target.dictionary
+        name = target.dictionary
         if isinstance(target, Whole):
             message = f"needs all of {name!r}, of which this server reads only the rows of features"
             fail(at, "not_served", f"{message}; start it with --dictionary NAME=PLACE, without rows:, to reconstruct")
@@ -134,40 +134,30 @@ def _refuse_dense(found: Plan, catalog: Catalog) -> None:
     dense: dict[str, str] = {}
     why = "which this version does not serve: such a dictionary is encoded whole, once and before any edit of its site"
 
-    def settle(site: str, name: str, at: str) -> None:
+    def check(one: Change | Condition | Read, site: str, edited: set[str]) -> None:
+        """Check what is read, or changed, at a site, which may be among those that have been edited."""
+        target = one.target
+        if isinstance(target, Direction):
+            return
+        name, at = target.dictionary, f"{one.field}.dictionary"
+        if isinstance(target, Feature) and catalog.dictionaries[name].k is None:
+            return
         first = dense.setdefault(site, name)
         if first != name:
-            fail(f"{at}.dictionary", "not_served", f"needs {name!r} as well as {first!r} at {site}, {why}")
+            fail(at, "not_served", f"needs {name!r} as well as {first!r} at {site}, {why}")
+        if site in edited:
+            fail(at, "not_served", f"needs {name!r} after other edits, {why}")
 
-    def follow(name: str, at: str) -> NoReturn:
-        fail(f"{at}.dictionary", "not_served", f"needs {name!r} after other edits, {why}")
-
-    def whole(target: object) -> str | None:
-        if isinstance(target, Whole) or (isinstance(target, Feature) and _is_ranked(target.dictionary, catalog)):
-            return target.dictionary
-        return None
-
-    apart = {catalog.op_site(group.site) for group in found.groups if catalog.op_site(group.site) != group.site}
+    apart = {op for group in found.groups if (op := catalog.op_site(group.site)) != group.site}
     for one in found.inputs:
-        if name := whole(one.target):
-            settle(one.site, name, one.field)
-            if one.site in apart:
-                follow(name, one.field)
-    here = [change for group in found.groups for change in group.changes if not change.held and whole(change.target)]
+        check(one, one.site, apart)
     begun: set[str] = set()
-    for group in sorted(found.groups, key=lambda one: order(one.site)) if here else ():
+    for group in sorted(found.groups, key=lambda one: order(one.site)):
         site = catalog.op_site(group.site)
         for change in group.changes:
-            name = None if change.held else whole(change.target)
-            if name:
-                settle(site, name, change.field)
-                if site in begun:
-                    follow(name, change.field)
+            if not change.held:
+                check(change, site, begun)
         begun.add(site)
-
-
-def _is_ranked(name: str, catalog: Catalog) -> bool:
-    return catalog.dictionaries[name].k is not None
 
 
 def _refuse_brought(found: Plan, catalog: Catalog) -> None:
@@ -179,11 +169,11 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
     for site, one in (*((read.site, read) for read in found.inputs), *changes):
         target = one.target
         if isinstance(target, Feature) and catalog.dictionaries[target.dictionary].by_rows:
-            key, what = "feature", "feature {} that the request takes from files for {}"
+            key, what, kept = "feature", "feature {} that the request takes from files for {}", "dictionary in memory"
         elif isinstance(target, Direction) and not isinstance(target.vector, str):
             if catalog.pinned and (site, target) in catalog.pinned:
                 continue
-            key, what = "vector", "vector {} that the request brings for {}"
+            key, what, kept = "vector", "vector {} that the request brings for {}", "vectors themselves"
         else:
             continue
         here = brought[catalog.op_site(site)]
@@ -192,8 +182,5 @@ def _refuse_brought(found: Plan, catalog: Catalog) -> None:
             message = f"is {what.format(len(here), site)}, expected at most {catalog.inline_rows}"
             hint = "the server takes more when started with a higher --inline-rows"
             if not (isinstance(target, Feature) and catalog.dictionaries[target.dictionary].targets):
-                hint += f", or with the {_KEPT[key]}"
+                hint += f", or with the {kept}"  # which then needs no slot for a request
             fail(f"{one.field}.{key}", "too_many", f"{message}; {hint}")
-
-
-_KEPT = {"feature": "dictionary in memory", "vector": "vectors themselves"}  # what needs no slot for a request

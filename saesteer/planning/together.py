@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from saesteer.dictionaries.vectors import Function
 from saesteer.planning.plan import CAPTURE, Catalog, Plan, Readout
 
 
@@ -25,7 +24,7 @@ def together(found: Sequence[Readout], catalog: Catalog) -> Iterator[tuple[Reado
         where = catalog.width_at(one.site), catalog.stage_of(one.site), one.whole and one.field
         if one.kind == "probe":
             same = replace(one, field="", site=None, op=None, probe=None)
-            return where, function_of(one, catalog), same
+            return where, catalog.function_of(one.probe and one.probe.vector), same
         return where, one.field == CAPTURE, replace(one, field="", site=None, op=None)
 
     for _, several in groupby(found, alike):
@@ -45,9 +44,3 @@ def watched_together(plan: Plan) -> Iterator[tuple[tuple[Readout, ...], tuple[in
             yield (replace(first, features=tuple(named)),), tuple(numbers)
         else:
             yield (first, *others), tuple(numbers)
-
-
-def function_of(one: Readout, catalog: Catalog) -> Function:
-    """What becomes of a probe's products."""
-    name = None if one.probe is None else one.probe.vector
-    return catalog.vectors[name].function if isinstance(name, str) else "linear"

@@ -315,10 +315,9 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
     # For a prompt of any length, as the meaning may be kept for others; where vLLM asks, the prompt's end bounds it.
     first = first_recomputed(taken, END), min(starts, default=None)
     told = reported(whole.readouts, catalog, dtype)
-    edits_part = next((part.field for group in found.groups for part in group.parts if part.part), None)
-    parts = (part for group in found.groups for part in group.parts)
+    edits_part = next((part.field for part in found.parts if part.part), None)
     return Meaning(
-        sum(len(part.features) if isinstance(part, Clamps) else 1 for part in parts),
+        sum(len(part.features) if isinstance(part, Clamps) else 1 for part in found.parts),
         hashlib.sha256(repr(edited).encode()).hexdigest(),
         Applied(found, catalog),
         sites_of(found, catalog),
