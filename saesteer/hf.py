@@ -21,8 +21,7 @@ with needs():
 from saesteer.config.assets import Assets
 from saesteer.config.checks import check_modules
 from saesteer.config.config import LIMITS, OPTIONS, SaesteerConfig
-from saesteer.dictionaries.active import ActiveFeature, strongest
-from saesteer.dictionaries.coder import CoderInfo, SparseCoder, inputs
+from saesteer.dictionaries.coder import ActiveFeature, CoderInfo, SparseCoder, inputs, strongest
 from saesteer.engine import doses
 from saesteer.engine.encode import encode
 from saesteer.engine.engine import Engine, Row, Site
@@ -34,8 +33,8 @@ from saesteer.loaders import load
 from saesteer.models.families import find_trunk, of_layers, other_widths
 from saesteer.models.tokens import chat_ids, token_ids
 from saesteer.planning.answers import Rows, reported
-from saesteer.planning.by_rows import features_of
-from saesteer.planning.planner import Plan, plan
+from saesteer.planning.plan import Plan
+from saesteer.planning.planner import plan
 from saesteer.planning.reach import refuse_unmet, scopes_of
 from saesteer.planning.rules import Watch, flags
 
@@ -184,7 +183,7 @@ class Model:
             if not reading and (taken := (*planned.readouts, *planned.measures)):
                 what = "reads values out, which is not served on Transformers but by Model.read"
                 fail(taken[0].field, "not_served", f"{what}, expected nothing but dose")
-            store, wanted = self._assets.rows, features_of(planned, self.engine.catalog)
+            store, wanted = self._assets.rows, planned.rows(self.engine.catalog)
             rows = {one: store.row(one.dictionary, one.feature, self.engine.dtype, one.target) for one in wanted}
             row = self.engine.make_row(encode(planned, replace(self.engine.catalog, rows=rows), dose=spec.returns.dose))
             self._kinds = self._none if row is None else row.kinds

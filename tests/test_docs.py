@@ -18,7 +18,9 @@ from saesteer.language.inline import InlineVector
 from saesteer.language.rules import RULES, Watched
 from saesteer.language.spec import ActivationRead, FeatureRead, HiddenRead, ProbeRead, Return, Spec, from_json
 from saesteer.planning.messages import resolve
-from saesteer.planning.planner import END, Catalog, Plan, plan, windows
+from saesteer.planning.plan import END, Catalog, Plan
+from saesteer.planning.planner import plan
+from saesteer.planning.windows import windows
 from tests.markdown import blocks
 from tests.spec.catalogs import Info, Set
 from tests.spec.chats import ENDS, ROLES

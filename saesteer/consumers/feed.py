@@ -133,7 +133,7 @@ def _pieces(
         data: the bytes of each array.
         content: of a tensor that they were reduced to.
     """
-    readout, dtype, abouts = reported.readout, reported.dtype, (reported.about, *reported.beside)
+    readout, dtype, abouts = reported.readout, reported.dtype, reported.abouts
     rows = content["shape"][0] if content else len(positions)
     if readout.kind == "probe":
         data = [score(np.frombuffer(one, np.float32), reported.function).tobytes() for one in data]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from einops import rearrange
@@ -199,21 +199,19 @@ class SparseCoder:
 
     def __post_init__(self) -> None:
         info = self.info
-        for name, shape in (("w_enc", (info.features, info.d_in)), ("w_dec", (info.features, info.d_out))):
-            weight: Tensor = getattr(self, name)
-            assert tuple(weight.shape) == shape, f"{name} is {list(weight.shape)}, expected {list(shape)}"
-            assert weight.is_floating_point(), f"{name} is {weight.dtype}, expected a float dtype"
-            assert weight.is_contiguous(), f"{name} is not contiguous"
+        matrices = {"w_enc": (info.features, info.d_in), "w_dec": (info.features, info.d_out)}
+        shapes: dict[str, tuple[int, ...]] = {**matrices, "w_skip": (info.d_out, info.d_in), "b_dec": (info.d_out,)}
+        shapes |= dict.fromkeys(("b_enc", "threshold", "max_act"), (info.features,))
+        for name, shape in shapes.items():
+            one: Tensor | None = getattr(self, name)
+            if one is None:
+                continue
+            assert tuple(one.shape) == shape, f"{name} is {list(one.shape)}, expected {list(shape)}"
+            assert len(shape) == 2 or one.dtype == torch.float32, f"{name} is {one.dtype}, expected float32"
+            assert name not in matrices or one.is_floating_point(), f"{name} is {one.dtype}, expected a float dtype"
+            assert name not in matrices or one.is_contiguous(), f"{name} is not contiguous"
         assert self.w_enc.dtype == self.w_dec.dtype, (self.w_enc.dtype, self.w_dec.dtype)
         assert (self.w_skip is not None) == info.skip, "skip contradicts w_skip"
-        if self.w_skip is not None:
-            assert tuple(self.w_skip.shape) == (info.d_out, info.d_in), f"w_skip is {list(self.w_skip.shape)}"
-        lengths = {"b_enc": info.features, "b_dec": info.d_out, "threshold": info.features, "max_act": info.features}
-        for name, length in lengths.items():
-            vector: Tensor | None = getattr(self, name)
-            if vector is not None:
-                assert tuple(vector.shape) == (length,), f"{name} is {list(vector.shape)}, expected [{length}]"
-                assert vector.dtype == torch.float32, f"{name} is {vector.dtype}, expected float32"
         assert (self.threshold is not None) == (info.activation == "jumprelu"), "a threshold belongs to jumprelu"
         assert (self.max_act is not None) == info.has_max_act, "has_max_act contradicts max_act"
 
@@ -229,7 +227,9 @@ class SparseCoder:
         Returns:
             [..., F] float32.
         """
-        normed = self._in_norm(x.float())
+        normed = x.float()
+        if self.info.in_norm != "none":
+            normed = _NORMS[self.info.in_norm][0](normed)
         out = normed.new_empty((*normed.shape[:-1], self.info.features))
         for rows in blocks(self.info.features):
             out[..., rows] = torch.nn.functional.linear(normed, self.w_enc[rows].float(), self.b_enc[rows])
@@ -291,9 +291,6 @@ class SparseCoder:
         moved: dict[str, Any] = {name: one.to(device) for name, one in values.items() if isinstance(one, Tensor)}
         return replace(self, **moved)
 
-    def _in_norm(self, x: Tensor) -> Tensor:
-        return x if self.info.in_norm == "none" else _NORMS[self.info.in_norm][0](x)
-
 
 def _largest(pre: Tensor, k: int) -> Tensor:
     """True at the k largest of the last axis; ties go to the lowest index, which torch.topk does not promise."""
@@ -319,6 +316,41 @@ def inputs(info: CoderInfo, streams: Mapping[str, Tensor]) -> Tensor:
     """What a dictionary reads [tokens, d_in], of the tensors at the sites that have an op, by their names."""
     found = streams[info.read]
     return l2_normed(found.float()) if info.reads_pregain else found
+
+
+class ActiveFeature(NamedTuple):
+    """One feature on one token."""
+
+    position: int
+    token: str
+    feature: int
+    value: float  # in the dictionary's own unit
+
+
+def strongest(info: CoderInfo, f: Tensor, words: Sequence[str], top_k: int) -> list[list[ActiveFeature]]:
+    """The strongest active features of each token, strongest first; ties go to the lowest row.
+
+    The strongest of abstopk have the largest absolute value, whatever their sign.
+
+    Args:
+        info: of the dictionary.
+        f: [tokens, F], what its ``encode`` returns.
+        words: of the tokens.
+        top_k: features of a token, at most.
+
+    Raises:
+        ConfigError: ``top_k`` is negative.
+    """
+    if top_k < 0:
+        raise ConfigError(f"top_k: got {top_k}, expected 0 or more")
+    found = []
+    for position, (word, values) in enumerate(zip(words, f, strict=True)):
+        rows = values.nonzero()[:, 0]
+        key = values[rows].abs() if info.activation == "abstopk" else values[rows]
+        rows = rows[key.argsort(descending=True, stable=True)[:top_k]]
+        pairs = zip(rows.tolist(), values[rows].tolist(), strict=True)
+        found.append([ActiveFeature(position, word, info.ids[row], value) for row, value in pairs])
+    return found
 
 
 def _l2_scale(x: Tensor) -> Tensor:

@@ -51,16 +51,15 @@ class Reported(NamedTuple):
     """A readout, and how an answer names it."""
 
     readout: Readout
-    about: Mapping[str, Any]  # how every entry of the answer begins
+    abouts: tuple[Mapping[str, Any], ...]  # how entries of the answer begin: its own, and those that travel with it
     dtype: str  # of tensors: bfloat16, float16 or float32
     function: Function = "linear"  # of a probe
-    beside: tuple[Mapping[str, Any], ...] = ()  # ``about`` of those whose rows travel with this one's, behind them
-    whole: Mapping[str, Any] | None = None  # in place of both, where the answer has one tensor of them all
+    whole: Mapping[str, Any] | None = None  # in place of them, where the answer has one tensor of them all
 
     @property
     def entries(self) -> tuple[Mapping[str, Any], ...]:
         """How the entries of the answer begin."""
-        return (self.about, *self.beside) if self.whole is None else (self.whole,)
+        return self.abouts if self.whole is None else (self.whole,)
 
 
 def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Reported, ...]:
@@ -72,15 +71,13 @@ def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Re
         dtype: of the model.
     """
     made = []
-    for one, *others in together(found, catalog):
-        about, *beside = (_about(own, catalog) for own in (one, *others))
-        whole = None
+    for several in together(found, catalog):
+        one, abouts, whole = several[0], tuple(_about(own, catalog) for own in several), None
         if one.whole:
-            every = (about, *beside)
-            layers = [layer for own in every for layer in own["layers"]]
-            whole = {**about, "site": [own["site"] for own in every], "layers": layers}
+            layers = [layer for own in abouts for layer in own["layers"]]
+            whole = {**abouts[0], "site": [own["site"] for own in abouts], "layers": layers}
         function = catalog.function_of(one.probe and one.probe.vector)
-        made.append(Reported(one, about, dtype, function, tuple(beside), whole))
+        made.append(Reported(one, abouts, dtype, function, whole))
     return tuple(made)
 
 
@@ -187,7 +184,7 @@ class _Kind:
         self.readout, self.dtype, self.function = reported.readout, reported.dtype, reported.function
         self.fed = fed
         self.abouts = reported.entries
-        self._inside = [1 + len(reported.beside)] if reported.whole is not None else []  # axes of a row, but its last
+        self._inside = [len(reported.abouts)] if reported.whole is not None else []  # axes of a row, but its last
         self.word = WORDS[self.readout.kind]
         self._rows: dict[int, tuple[bytes, ...]] = {}  # by position, those that were not taken
         self._taken = bytearray()  # 1 for each position that was

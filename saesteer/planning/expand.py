@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from saesteer.errors import SpecError
 from saesteer.language.alike import Alike, parts_of
 from saesteer.language.edits import Clamp, Edit, Scope, Strength, Use
 from saesteer.language.fields import FLOAT32_MAX, closest, fail, listing, show, varied
 from saesteer.language.rules import Rule
 from saesteer.language.spec import MAX_EDITS, Return, Spec
-from saesteer.planning.plan import Catalog, behind
+from saesteer.planning.plan import Catalog, Feature, behind
 
 MAX_DEPTH = 32  # how deep modules may be nested, including the one that a request names
 _NOTHING = Return()
@@ -53,6 +54,22 @@ def _scoped(step: Step, scope: Scope) -> Step:
         return step
     edit = varied(step.edit, scope=scope)
     return step._replace(edit=edit, alike=step.alike._replace(first=edit))
+
+
+def mentioned(spec: Spec, catalog: Catalog) -> Iterator[Feature]:
+    """The features that a spec and its modules name, before anything is checked; none where it is wrong."""
+    try:
+        edits = [edit for step in steps_of(spec, catalog) for edit in step.alike.each()]
+    except SpecError:
+        return
+    for edit in edits:
+        if isinstance(edit, Clamp):
+            yield Feature(catalog.key(edit.dictionary, edit.layer), edit.feature)
+        for _, one in edit.sources():
+            if one.dictionary is not None and one.feature is not None:
+                yield Feature(catalog.key(one.dictionary, one.layer), one.feature)
+    for read in spec.returns.features:
+        yield from (Feature(catalog.key(read.dictionary, read.layer), feature) for feature in read.features)
 
 
 def steps(

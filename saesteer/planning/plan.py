@@ -342,3 +342,14 @@ class Plan:
     def inputs(self) -> tuple[Condition | Read, ...]:
         """What its edits read at each token before they act."""
         return (*self.conditions, *self.reads)
+
+    def rows(self, catalog: Catalog) -> dict[Feature, str]:
+        """The features of dictionaries by rows whose rows it needs, each with the path of its first mention."""
+        found: dict[Feature, str] = {}
+        edited = ((one.target, one.field) for one in (*self.parts, *self.inputs) if isinstance(one.target, Feature))
+        reads = (one for one in (*self.readouts, *self.measures) if one.dictionary is not None)
+        read = ((Feature(str(one.dictionary), feature), one.field) for one in reads for feature in one.features)
+        for target, field in chain(edited, read):
+            if catalog.dictionaries[target.dictionary].by_rows:
+                found.setdefault(target, field)
+        return found

@@ -15,12 +15,10 @@ from saesteer.language.spec import Return, Spec
 from saesteer.planning.expand import Step, steps_of
 from saesteer.planning.lookup import check_feature, dictionary_of, places_of, reading_site, writing_sites
 from saesteer.planning.plan import (
-    END,
     Catalog,
     Change,
     Clamps,
     Condition,
-    Direction,
     Feature,
     Group,
     Plan,
@@ -37,9 +35,6 @@ from saesteer.planning.windows import is_relative, windows
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.coder import CoderInfo
-
-__all__ = ["END", "Catalog", "Change", "Condition", "Direction", "Feature", "Group", "Plan", "Whole", "plan", "windows"]
-
 
 _NOTHING = Return()
 

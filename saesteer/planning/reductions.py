@@ -92,7 +92,8 @@ class Pieces:
             if piece.first < end:
                 number = self._message(piece)
                 found[number] = self._joined(found[number], piece) if number in found else piece
-        return {number: self._finished(piece) for number, piece in found.items()}
+        finish = REDUCTIONS[self._readout.reduce].finish
+        return {number: one._replace(numbers=finish(one.numbers, one.tokens)) for number, one in found.items()}
 
     def _message(self, piece: Piece) -> int:
         """The number of its message, if each has a mean of its own."""
@@ -102,6 +103,3 @@ class Pieces:
         """A piece and one behind it."""
         numbers = REDUCTIONS[self._readout.reduce].join(one.numbers, two.numbers)
         return Piece(one.first, two.end, one.tokens + two.tokens, numbers)
-
-    def _finished(self, piece: Piece) -> Piece:
-        return piece._replace(numbers=REDUCTIONS[self._readout.reduce].finish(piece.numbers, piece.tokens))

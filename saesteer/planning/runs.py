@@ -129,10 +129,9 @@ class _Waiting:
         """The conditions that these bits stand for at a site, in an order that does not depend on the bits."""
         found: list[Any] = []
         here = order(site)
-        while bits:
-            bit = bits & -bits
-            bits ^= bit
-            found.append(max((one for one in self._conditions[bit] if one[0] <= here), key=lambda one: one[0])[1])
+        for bit, known in self._conditions.items():
+            if bits & bit:
+                found.append(max((one for one in known if one[0] <= here), key=itemgetter(0))[1])
         return sorted(found, key=repr)
 
 

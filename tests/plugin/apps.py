@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from saesteer.config.config import SaesteerConfig
-from saesteer.planning.planner import Catalog
+from saesteer.planning.plan import Catalog
 from saesteer.plugin import register
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.http.admin import EndpointPlugin

@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 from saesteer.language.spec import from_json
-from saesteer.planning.planner import Catalog
+from saesteer.planning.plan import Catalog
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.versions import Names
 

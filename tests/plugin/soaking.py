@@ -19,7 +19,8 @@ from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, as_spec
-from saesteer.planning.planner import Catalog, plan
+from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
 from tests.plugin.asked_http import metric
 from tests.plugin.conftest import ADMIN, BRIDGE, LONG_PROMPT, OCEAN, PROMPTS, WIDTH, Dictionaries
 from tests.plugin.random_edits import random_edit

@@ -23,8 +23,8 @@ from saesteer.engine.engine import Engine
 from saesteer.errors import SpecError
 from saesteer.language.sites import order
 from saesteer.language.spec import from_json
-from saesteer.planning.plan import Read
-from saesteer.planning.planner import Catalog, Condition, Direction, Plan, plan
+from saesteer.planning.plan import Catalog, Condition, Direction, Plan, Read
+from saesteer.planning.planner import plan
 from saesteer.plugin import prefix_cache
 from saesteer.plugin.door import admission
 from tests.rows import row_of

@@ -20,7 +20,8 @@ from saesteer.engine.engine import Engine
 from saesteer.kernels import layout, ops
 from saesteer.language.spec import from_json
 from saesteer.planning.digests import digest_of
-from saesteer.planning.planner import Catalog, Direction, plan
+from saesteer.planning.plan import Catalog, Direction
+from saesteer.planning.planner import plan
 from saesteer.plugin.results import forms
 from saesteer.plugin.worker.steering import Steering  # needs vLLM
 from tests.one_site import CODERS, PLACES, TOKENS, WIDTH, make_engine

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from saesteer.planning.planner import Catalog
+from saesteer.planning.plan import Catalog
 from tests.plugin.conftest import BRIDGE, Dictionaries
 from tests.plugin.serving import Served, served
 from tests.plugin.soaking import (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from saesteer.planning.planner import Catalog
+from saesteer.planning.plan import Catalog
 
 
 @dataclass(frozen=True)

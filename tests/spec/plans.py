@@ -7,7 +7,8 @@ import pytest
 
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, from_json
-from saesteer.planning.planner import Catalog, Group, Plan, plan
+from saesteer.planning.plan import Catalog, Group, Plan
+from saesteer.planning.planner import plan
 from tests.spec.catalogs import CATALOG
 
 P = 10  # tokens of a prompt

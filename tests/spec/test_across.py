@@ -5,8 +5,8 @@ from typing import Any
 
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.language.spec import Spec, add, clamp, reconstruct
-from saesteer.planning.plan import Catalog, Feature
-from saesteer.planning.planner import Plan, plan
+from saesteer.planning.plan import Catalog, Feature, Plan
+from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents
 from tests.spec.catalogs import Info
 from tests.spec.plans import P, refusal

@@ -16,7 +16,8 @@ from saesteer.language.alike import Alike, Edits
 from saesteer.language.edits import Clamp
 from saesteer.language.spec import Spec, from_json
 from saesteer.planning.applied import applied
-from saesteer.planning.planner import Catalog, plan
+from saesteer.planning.plan import Catalog
+from saesteer.planning.planner import plan
 from saesteer.planning.runs import contents, runs
 from tests.spec.kinds import INFOS, SITES, VECTORS
 from tests.spec.plans import refusal_of

@@ -30,7 +30,8 @@ from saesteer.language.spec import (
 )
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.planning.messages import resolve
-from saesteer.planning.planner import Catalog, Plan, plan
+from saesteer.planning.plan import Catalog, Plan
+from saesteer.planning.planner import plan
 from tests.spec.kinds import INFOS, SITES, VECTORS
 
 P = 10

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from saesteer.language.spec import ablate, add, cap, clamp, from_json, reconstruct, use
-from saesteer.planning.plan import MOST_CONDITIONS
-from saesteer.planning.planner import END, Catalog, Change, Direction, Plan, Whole, plan
+from saesteer.planning.plan import END, MOST_CONDITIONS, Catalog, Change, Direction, Plan, Whole
+from saesteer.planning.planner import plan
 from tests.spec.catalogs import Set
 from tests.spec.kinds import INFOS, SITES, VECTORS
 from tests.spec.plans import refusal_of

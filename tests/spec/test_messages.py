@@ -12,8 +12,9 @@ from saesteer.errors import SpecError
 from saesteer.language.edits import Clamp, Scope
 from saesteer.language.spec import Spec, clamp, flag, from_json
 from saesteer.planning.messages import named, resolve
-from saesteer.planning.plan import MOST_RULES
-from saesteer.planning.planner import END, Catalog, plan, windows
+from saesteer.planning.plan import END, MOST_RULES, Catalog
+from saesteer.planning.planner import plan
+from saesteer.planning.windows import windows
 from tests.spec.catalogs import CATALOG, Info
 from tests.spec.chats import PROMPT, ROLES, spans
 from tests.spec.scopes import holds

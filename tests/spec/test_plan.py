@@ -15,7 +15,9 @@ from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError, SpecError
 from saesteer.language.edits import Clamp, Scope
 from saesteer.language.spec import Spec, clamp, flag, use
-from saesteer.planning.planner import END, Catalog, Change, Feature, Group, plan, windows
+from saesteer.planning.plan import END, Catalog, Change, Feature, Group
+from saesteer.planning.planner import plan
+from saesteer.planning.windows import windows
 from tests.spec.catalogs import CATALOG, INFOS, OPEN, Info
 from tests.spec.plans import P, planned, refusal
 from tests.spec.strategies import specs

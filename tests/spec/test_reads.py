@@ -7,7 +7,8 @@ import pytest
 from saesteer.dictionaries.vectors import from_inline
 from saesteer.errors import SpecError
 from saesteer.language.spec import Spec, add, cap, clamp, reconstruct, use
-from saesteer.planning.planner import Catalog, Feature, Plan, Whole, plan
+from saesteer.planning.plan import Catalog, Feature, Plan, Whole
+from saesteer.planning.planner import plan
 from tests.spec.catalogs import CATALOG, Info, Set
 from tests.spec.plans import P, refusal
 

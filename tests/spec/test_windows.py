@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.language.edits import Scope
-from saesteer.planning.planner import END, windows
-from saesteer.planning.windows import is_relative
+from saesteer.planning.plan import END
+from saesteer.planning.windows import is_relative, windows
 from tests.spec.scopes import holds, near_scopes
 from tests.spec.strategies import scopes
 

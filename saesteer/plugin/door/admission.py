@@ -24,11 +24,10 @@ from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported, reported, spooled
 from saesteer.planning.applied import Applied
-from saesteer.planning.by_rows import features_of
 from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
-from saesteer.planning.plan import END, Clamps, Feature, Readout
-from saesteer.planning.planner import Catalog, Plan, plan
+from saesteer.planning.plan import END, Catalog, Clamps, Feature, Plan, Readout
+from saesteer.planning.planner import plan
 from saesteer.planning.reach import Scopes, refuse_unmet, scopes_of
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
@@ -229,7 +228,7 @@ class Door:
         found, choices = [one.readout for one in readouts], params.n or 1
         itemsize = self._model.dtype.itemsize
         each = declared(found, catalog, end, itemsize)
-        sizes = [(one, size, 1 + len(one.beside)) for one, size in zip(readouts, each, strict=True)]
+        sizes = [(one, size, len(one.abouts)) for one, size in zip(readouts, each, strict=True)]
         bodies = sum(size * sites * in_answers(one.readout) for one, size, sites in sizes if one.readout.inline)
         bodies += sum(declared(measures, catalog, end, itemsize))
         files = sum(size * sites for one, size, sites in sizes if not one.readout.inline)
@@ -309,7 +308,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
     whole = replace(found, readouts=captures(capture, found, catalog)) if capture else found
     admitted = {**encode(whole, catalog, dose=spec.returns.dose), "said": summary(spec)}
     edited = runs(found, contents(found, catalog))
-    rows = features_of(found, catalog) if catalog.rows else {}
+    rows = found.rows(catalog) if catalog.rows else {}
     taken = (*found.readouts, *found.measures)
     starts = [one.windows[0][0] for one in taken if one.windows]
     # For a prompt of any length, as the meaning may be kept for others; where vLLM asks, the prompt's end bounds it.

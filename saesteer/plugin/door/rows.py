@@ -19,7 +19,7 @@ from saesteer.dictionaries.rows import FeatureRow
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
-from saesteer.planning.by_rows import features_of, mentioned
+from saesteer.planning.expand import mentioned
 from saesteer.planning.lookup import without_path
 from saesteer.planning.plan import Catalog, Feature, Plan
 
@@ -56,7 +56,7 @@ class Fetching:
             SpecError: a file has changed or vanished since it was opened, or holds a wrong number.
         """
         found = {}
-        for one, at in features_of(plan, catalog).items():
+        for one, at in plan.rows(catalog).items():
             try:
                 found[one] = self._store.row(one.dictionary, one.feature, self._dtype, one.target)
             except LoadError as exc:
