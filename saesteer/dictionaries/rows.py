@@ -37,11 +37,6 @@ class FeatureRow:
         return numbers_of(self.dtype, self.data).reshape(2, -1)
 
 
-def bytes_of(rows: Tensor, dtype: torch.dtype) -> bytes:
-    """Rows on the CPU as little-endian numbers of this dtype."""
-    return rows.to(dtype).contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def feature_rows(coder: SparseCoder, later: Tensor, dtype: torch.dtype) -> tuple[FeatureRow, ...]:
     """The feature of a dictionary of one feature, once for each site that it writes.
 
@@ -59,5 +54,5 @@ def feature_rows(coder: SparseCoder, later: Tensor, dtype: torch.dtype) -> tuple
     threshold = 0.0 if coder.threshold is None else coder.threshold.item()
     max_act = None if coder.max_act is None else coder.max_act.item()
     decoders, name = torch.cat([coder.w_dec, later]).float(), str(dtype).removeprefix("torch.")
-    both = [bytes_of(torch.stack([encoder[0], one]), dtype) for one in decoders]
-    return tuple(FeatureRow(data, name, bias, threshold, max_act) for data in both)
+    both = [torch.stack([encoder[0], one]).to(dtype).view(torch.uint8).numpy() for one in decoders]
+    return tuple(FeatureRow(data.tobytes(), name, bias, threshold, max_act) for data in both)

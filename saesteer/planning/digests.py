@@ -51,7 +51,18 @@ def content_of(edits: Sequence[Edit], catalog: Catalog, modules: Mapping[str, st
         catalog: the catalog that they were planned with.
         modules: the digests of its modules.
     """
-    return [_content(edit, catalog, modules) for edit in edits]
+    contents = []
+    for edit in edits:
+        found = (replace(edit, vector="not encoded") if isinstance(edit, VectorEdit) else edit).to_json()
+        if isinstance(edit, Use):
+            found["module"] = modules[edit.module]
+        if isinstance(edit, VectorEdit):
+            found["vector"] = _fingerprint(edit.vector, catalog)
+        probes = [source.probe for _, source in edit.sources() if source.probe is not None]
+        if probes:
+            found["probes"] = [_fingerprint(name, catalog) for name in probes]
+        contents.append(found)
+    return contents
 
 
 def module_digests(catalog: Catalog) -> dict[str, str]:
@@ -101,16 +112,6 @@ def _direct(edits: Sequence[Edit], kind: Kind | None = None) -> list[Name]:
     mentions = (part.first.mentions() for part in parts_of(edits))  # those that are alike mention the same names
     named = ((_KINDS[key], name) for key, _, name in chain.from_iterable(mentions) if key in _KINDS)
     return [one for one in named if kind in (None, one[0])]
-
-
-def _content(edit: Edit, catalog: Catalog, modules: Mapping[str, str]) -> dict[str, Any]:
-    found = (replace(edit, vector="not encoded") if isinstance(edit, VectorEdit) else edit).to_json()
-    if isinstance(edit, Use):
-        found["module"] = modules[edit.module]
-    if isinstance(edit, VectorEdit):
-        found["vector"] = _fingerprint(edit.vector, catalog)
-    probes = [source.probe for _, source in edit.sources() if source.probe is not None]
-    return found | ({"probes": [_fingerprint(name, catalog) for name in probes]} if probes else {})
 
 
 def _fingerprint(vector: Any, catalog: Catalog) -> str:

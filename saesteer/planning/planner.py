@@ -157,7 +157,7 @@ class _Planner:
             self._join(known.reads, known.of, step, part, str(info.site_out))
             return
         for number, site in enumerate(known.sites):
-            held = None if known.reads == site else self.reads.feature(target, known.reads, site, at)
+            held = self.reads.held(target, known.reads, site, at)
             there = replace(change, target=replace(target, target=number)) if number else change
             self._join(site, known.of, step, there, str(info.site_out), held)
 
@@ -238,7 +238,7 @@ class _Planner:
         if edit.error == "drop":
             _refuse_partial(name, info, at)
             reads, target = reading_site(self.catalog, name, info, at), Whole(name)
-            held = None if reads == site else self.reads.whole(target, reads, site, at)
+            held = self.reads.held(target, reads, site, at)
             change = Change(target, spans, at, part=edit.scope.part, gain=step.scale, op=edit.op)
             self._join(site, name, step, change, str(info.site_out), held)
             clamps = self.last[site]

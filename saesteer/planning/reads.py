@@ -118,13 +118,12 @@ class Reads:
             for gate, path in with_paths(gates, at)
         )
 
-    def feature(self, target: Feature, reads: str, site: str, at: str) -> Key:
-        """The activation of a feature whose dictionary reads at another site than the edit's."""
-        return self._reads.note((reads, target, _PLAIN), site, at)
-
-    def whole(self, target: Whole, reads: str, site: str, at: str) -> Key:
-        """The reconstruction by a dictionary that reads at another site than the edit's."""
-        return self._wholes.note((reads, target, _PLAIN), site, at)
+    def held(self, target: Feature | Whole, reads: str, site: str, at: str) -> Key | None:
+        """A feature's activation, or a reconstruction, if the dictionary reads at another site than the edit's."""
+        if reads == site:
+            return None
+        kept = self._wholes if isinstance(target, Whole) else self._reads
+        return kept.note((reads, target, _PLAIN), site, at)
 
     def strength(self, one: Strength, site: str, at: str, until: str) -> Key:
         """A strength that is read for an edit; ``at`` is its path, and the sites are as in ``gates``.
