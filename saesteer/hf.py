@@ -35,8 +35,8 @@ from saesteer.models.tokens import chat_ids, token_ids
 from saesteer.planning.answers import Rows, reported
 from saesteer.planning.plan import Plan
 from saesteer.planning.planner import plan
-from saesteer.planning.reach import refuse_unmet, scopes_of
 from saesteer.planning.rules import Watch, flags
+from saesteer.planning.windows import refuse_unmet, scopes_of
 
 Prompt = str | Sequence[int] | Tensor | NDArray[np.integer]  # text, or token ids in one dimension
 

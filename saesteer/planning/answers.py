@@ -293,11 +293,10 @@ class _Kind:
             return tensor(row, data, self.dtype, len(row))
         found = self._reduction.whole(end)
         data = b"".join(one.numbers.tobytes() for one in found.values())
+        spans, tokens = [[one.first, one.end] for one in found.values()], [one.tokens for one in found.values()]
         if is_by_message(self.readout.reduce):
-            spans, tokens = [[one.first, one.end] for one in found.values()], [one.tokens for one in found.values()]
             return tensor(spans, data, "float32", len(found)) | {"messages": [*found], "tokens": tokens}
-        span = [at for one in found.values() for at in (one.first, one.end)]
-        return tensor(span, data, "float32", len(found)) | {"tokens": sum(one.tokens for one in found.values())}
+        return tensor(spans[0] if spans else [], data, "float32", len(found)) | {"tokens": sum(tokens)}
 
     def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
         """The rows as the answer has them: a tensor."""

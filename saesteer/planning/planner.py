@@ -26,12 +26,11 @@ from saesteer.planning.plan import (
     Whole,
     Window,
 )
-from saesteer.planning.reach import is_own
 from saesteer.planning.readouts import behind_sums, check_scope, readouts
 from saesteer.planning.reads import Key, Reads, bounds
 from saesteer.planning.refusals import refuse, refuse_stages
 from saesteer.planning.rules import Rules
-from saesteer.planning.windows import is_relative, windows
+from saesteer.planning.windows import is_own, is_relative, windows
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.coder import CoderInfo

@@ -135,7 +135,7 @@ def declared(found: Sequence[Readout], catalog: Catalog, end: int, itemsize: int
     Args:
         found: its read-outs.
         catalog: the catalog that they were planned with, which knows the widths.
-        end: the position behind the last token that is read, if the request runs to its length (reach.py).
+        end: the position behind the last token that is read, if the request runs to its length (windows.py).
         itemsize: bytes of one number of an activation.
     """
     return [most_rows(one, end) * _row_bytes(one, catalog, itemsize) for one in found]

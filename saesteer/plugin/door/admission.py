@@ -28,9 +28,9 @@ from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Catalog, Clamps, Feature, Plan, Readout
 from saesteer.planning.planner import plan
-from saesteer.planning.reach import Scopes, refuse_unmet, scopes_of
 from saesteer.planning.readouts import captures, declared, first_recomputed, in_answers, most_rows, refuse_above
 from saesteer.planning.runs import Run, contents, runs
+from saesteer.planning.windows import Scopes, refuse_unmet, scopes_of
 from saesteer.plugin.door.borders import Borders
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.door.logs import summary
