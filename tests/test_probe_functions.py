@@ -51,7 +51,7 @@ def test_values_that_a_function_never_reaches(function: Function, low: float, hi
 def test_answers_have_the_value_behind_the_function(function: Function, scores: list[float]) -> None:
     found: dict[str, Any] = {}
     one = Readout("probe", "x", SITE, SITE, False, ((0, END),), probe=Direction("p", 1))
-    rows = Rows([Reported(one, {}, "float32", function)], found)
+    rows = Rows([Reported(one, ({},), "float32", function)], found)
     rows.add([[0, [(0, len(scores))], np.array(scores, "<f4").tobytes()]])
     rows.tell(len(scores), 1, final=True)
     with np.errstate(over="ignore"):

@@ -37,4 +37,4 @@ def readout(**more: Any) -> Reported:
     """A readout of an activation, as answers name it."""
     one = Readout("activation", "saesteer.return.activations[0]", "resid_post.3", "resid_post.3", False, ((0, END),))
     reduced = {"reduce": more["reduce"]} if "reduce" in more else {}
-    return Reported(replace(one, **more), SITE | reduced, "float32")
+    return Reported(replace(one, **more), (SITE | reduced,), "float32")

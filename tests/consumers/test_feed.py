@@ -109,7 +109,7 @@ def test_sites_that_travel_as_one_come_apart() -> None:
     answer.add([[0, [[0, 2]], np.arange(8, dtype="<f4").tobytes()]])
     feed.give(tokens, 2)
     rows = [one for _, one in runner.said if isinstance(one, Rows)]
-    assert [one.about for one in rows] == [both.about, *both.beside]
+    assert [one.about for one in rows] == [*both.abouts]
     assert [one.arrays["data"].numpy().tolist() for one in rows] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     assert [one.positions.tolist() for one in rows] == [[0, 1]] * 2
 

@@ -16,7 +16,7 @@ SITE = "resid_post.3"
 def readout(kind: Any, windows: Sequence[Window], **more: Any) -> Reported:
     """A readout by a name of its own."""
     made = Readout(kind, "saesteer.return", SITE, SITE, after=False, windows=tuple(windows), **more)
-    return Reported(made, {"name": f"{kind} {more.get('reduce', '')}".strip()}, "float32")
+    return Reported(made, ({"name": f"{kind} {more.get('reduce', '')}".strip()},), "float32")
 
 
 def row(at: int) -> list[float]:

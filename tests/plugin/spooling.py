@@ -40,8 +40,7 @@ def told(made: Spool, scope: Sequence[Window] = ((0, END),)) -> tuple[Rows, dict
     """The rows of an answer whose readout goes into this file, and the fields that it fills."""
     fields: dict[str, Any] = {}
     one = Readout("activation", "saesteer.return", SITES[0], SITES[0], False, tuple(scope), inline=False)
-    about, *beside = made.layout.abouts
-    return Rows([Reported(one, about, "bfloat16", beside=tuple(beside))], fields, [made]), fields
+    return Rows([Reported(one, tuple(made.layout.abouts), "bfloat16")], fields, [made]), fields
 
 
 def sinks_of(made: Spool, scope: Sequence[Window] = ((0, END),)) -> Any:
