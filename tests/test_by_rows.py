@@ -130,7 +130,7 @@ def test_the_same_row_is_read_once_and_a_changed_file_ends_its_requests(tmp_path
     assert kind == "feature float32"
     expected = [CODERS["jump"].w_enc[3], CODERS["jump"].w_dec[3]]
     assert np.array_equal(numbers[1:].reshape(2, -1), torch.stack(expected).numpy())
-    assert meaning.applied[0]["version"].startswith(digest.hex()[:16])
+    assert meaning.applied()[0]["version"].startswith(digest.hex()[:16])
     read, other = os.pread, from_json({"edits": [{**CLAMP, "value": 2}]})
     try:
         os.pread = None  # type: ignore[assignment]  # the row is known

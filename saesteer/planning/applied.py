@@ -4,7 +4,6 @@ Knows plans and fingerprints; the counts come from the device (``counts`` in ker
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,28 +53,6 @@ def _asked(change: Any, feature: int, value: Any, catalog: Catalog) -> dict[str,
     elif known and change.asked[0] != "scale":
         found["times_max_act"] = np.divide(value, known).tolist()
     return found | {"max_act": known, "max_act_by": info.max_act_from}
-
-
-class Applied(Sequence[dict[str, Any]]):
-    """What ``applied`` gives, made once somebody asks for it: an answer needs it, and no request waits for it."""
-
-    def __init__(self, plan: Plan, catalog: Catalog) -> None:
-        self._of = plan, catalog
-
-    @cached_property
-    def _entries(self) -> list[dict[str, Any]]:
-        return applied(*self._of)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._entries[at]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Applied) and self._entries == other._entries
-
-    __hash__ = None  # type: ignore[assignment]  # its entries have none
 
 
 def count(

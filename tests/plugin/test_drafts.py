@@ -54,7 +54,7 @@ def test_counters_at_each_token_where_the_front_end_may_drop_some() -> None:
     assert isinstance(several, list)
     assert [np.frombuffer(one, np.int32)[1] for one in several] == [4, 5, 6] and several[-1] == whole
     assert counts.by_token(words, GUESSED, 0, each=True) == words.tobytes(), "it has failed"
-    report = Report([])
+    report = Report(list)
     report.keep(several, 10)
     for tokens, held in ((13, 2), (12, 1), (11, 0), (10, 0)):
         report.cut(tokens)

@@ -179,7 +179,7 @@ def test_handles_read_themselves_where_they_are_kept(tmp_path: Path) -> None:
 
 def report(found: Results, choices: int, reads: int = 1) -> Report:
     one = readout("activation", [(0, END)], inline=False)
-    return Report([], readouts=[one] * reads, rooms=found.promise([layout()] * choices * reads))
+    return Report(list, readouts=[one] * reads, rooms=found.promise([layout()] * choices * reads))
 
 
 def test_admission_takes_room_for_every_choice(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_prompt_that_a_stop_has_ended_can_be_echoed_with_its_logprobs(known: i
 
     made: list[Any] = [None, *({7: Logprob(-1.0, 1, "x")} for _ in range(5))]
     state: Any = SimpleNamespace(prompt_len=6, logprobs_processor=SimpleNamespace(prompt_logprobs=made[:known]))
-    state.saesteer = report.Report([], watches=True, fired=[["stop", STOP, 2]]).of_choice()
+    state.saesteer = report.Report(list, watches=True, fired=[["stop", STOP, 2]]).of_choice()
     state.detokenizer = SimpleNamespace(num_output_tokens=lambda: 0)
     report._telling(lambda *_: SimpleNamespace())(state, [], FinishReason.STOP)
     serving: Any = SimpleNamespace(return_tokens_as_token_ids=False, _get_decoded_token=lambda *_, **__: "x")

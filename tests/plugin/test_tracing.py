@@ -64,7 +64,7 @@ def test_a_span_says_what_was_applied(spans: InMemorySpanExporter) -> None:
     plain = span_of(spans, None)
     assert plain["gen_ai.usage.prompt_tokens"] == 3
     assert not [name for name in plain if name.startswith("saesteer")]
-    answer = Report([CLAMP]).of_choice()
+    answer = Report(lambda: [CLAMP]).of_choice()
     answer.fields["applied"] += [CLAMP | COUNTED]
     steered = span_of(spans, answer)
     ours = {name: steered.pop(name) for name in list(steered) if name.startswith("saesteer.")}

@@ -5,9 +5,9 @@ position; prefix_cache.py makes the keys of the cache's blocks from them.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 from uuid import uuid4
@@ -23,7 +23,7 @@ from saesteer.language.alike import parts_of
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
 from saesteer.planning.answers import Reported, reported, spooled
-from saesteer.planning.applied import Applied
+from saesteer.planning.applied import applied
 from saesteer.planning.immutable import immutable
 from saesteer.planning.messages import by_message, named, resolve
 from saesteer.planning.plan import END, Catalog, Clamps, Feature, Plan, Readout
@@ -58,7 +58,7 @@ class Meaning:
 
     edits: int  # how many it has, of all sites
     digest: str  # of what they do, and where
-    applied: Sequence[dict[str, Any]]  # what an answer reports, without counts
+    applied: Callable[[], Sequence[dict[str, Any]]]  # makes what an answer reports, without counts
     sites: tuple[str, ...]  # where doses are measured
     runs: tuple[Run, ...]  # which edits each position has
     admitted: Mapping[str, Any]  # what takes the spec's place in extra_args, for the worker
@@ -318,7 +318,7 @@ def _meaning(spec: Spec, catalog: Catalog, found: Plan, dtype: str, capture: Seq
     return Meaning(
         sum(len(part.features) if isinstance(part, Clamps) else 1 for part in found.parts),
         hashlib.sha256(repr(edited).encode()).hexdigest(),
-        Applied(found, catalog),
+        cache(partial(applied, found, catalog)),
         sites_of(found, catalog),
         edited,
         admitted,

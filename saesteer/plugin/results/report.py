@@ -26,7 +26,7 @@ from saesteer.plugin.wrap import Original, around
 class Report:
     """What a request's answer will report; kept on its parameters, which vLLM owns, and never sent on."""
 
-    applied: Sequence[Json]  # as saesteer.planning.applied makes it
+    applied: Callable[[], Sequence[Json]]  # makes what an answer says, without counts
     sites: tuple[str, ...] | None = None  # whose doses are reported (doses.sites_of); None: doses are not reported
     limit: float | None = None  # the server's limit for a dose
     counted: bytes = b""  # from the last output that had counters
@@ -91,14 +91,14 @@ class Report:
     def begin(self) -> None:
         """Says what was applied; with the answer's first piece, as no request waits for it."""
         if not self.fields["applied"]:
-            self.fields["applied"] += [dict(one) for one in self.applied]
+            self.fields["applied"] += [dict(one) for one in self.applied()]
 
     def fill(self, border: int = END, end: int = END) -> None:
         """Adds the counts and doses. Arguments as of ``count``."""
         self.begin()
         if self.counted:
             found = np.frombuffer(self.counted, dtype=np.int32)
-            cached, counters, edits = int(found[0]), found[1:], len(self.applied)
+            cached, counters, edits = int(found[0]), found[1:], len(self.applied())
             count(self.fields["applied"], counters[:edits].tolist(), cached, border, end)
             if self.sites is not None:
                 self.fields["dose"] = doses.report(counters, edits, self.sites, limited=self.limit is not None)
