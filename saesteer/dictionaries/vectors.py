@@ -149,8 +149,12 @@ def check_vectors(
             raise ConfigError(f"vector {name!r} has a row for layer {found.layers[-1]}, but {has}")
 
 
+def _from_bfloat16(data: bytes) -> Vector:
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
 _VIEWS = {
     "float32": lambda data: np.frombuffer(data, "<f4"),
     "float16": lambda data: np.frombuffer(data, "<f2").astype(np.float32),
-    "bfloat16": lambda data: (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32),
+    "bfloat16": _from_bfloat16,
 }
