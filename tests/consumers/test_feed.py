@@ -104,7 +104,7 @@ def test_several_consumers_share_rows() -> None:
 
 def test_sites_that_travel_as_one_come_apart() -> None:
     runner = Direct()
-    both = readout()._replace(beside=(SITE | {"site": "resid_post.9"},))
+    both = readout()._replace(abouts=(SITE, SITE | {"site": "resid_post.9"}))
     answer, feed = fed(both, own=[(runner, ticket())])
     answer.add([[0, [[0, 2]], np.arange(8, dtype="<f4").tobytes()]])
     feed.give(tokens, 2)

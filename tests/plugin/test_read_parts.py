@@ -85,7 +85,7 @@ def test_a_reduction_of_a_part_is_that_of_its_rows(
     """Of two sites, whose rows travel as one, next to a read of the rows. Whole numbers, whose sums are exact."""
     made = [readout("activation", [(PROMPT, END)], part=part)]
     made.append(readout("activation", [(PROMPT, END)], part=part, reduce=how, starts=(0, 3), inline=not kept))
-    made = [one._replace(about={"site": 0}, beside=({"site": 1},), dtype=dtype) for one in made]
+    made = [one._replace(abouts=({"site": 0}, {"site": 1}), dtype=dtype) for one in made]
     files: list[Any] = []
     fields: dict[str, Any] = {}
     rows, (found, generated) = Rows(made, fields, [Shelf(files, SITES, 4 * WIDTH)]), computed

@@ -204,7 +204,7 @@ def test_what_was_read_and_what_was_cached_are_the_scope(
         readout("features", scopes[0], top_k=2, features=(8,)),
         readout("probe", scopes[1], probe=Direction("p", 3)),
         *(readout("activation", scope, reduce=how) for how, scope in zip(HOWS, scopes[2:6], strict=True)),
-        readout("activation", scopes[6], inline=False)._replace(about={"name": "kept"}),
+        readout("activation", scopes[6], inline=False)._replace(abouts=({"name": "kept"},)),
         readout("hidden", (), last=True),
     ]
     fields: dict[str, Any] = {}
@@ -277,8 +277,8 @@ def test_rows_of_several_sites_are_told_as_if_they_had_come_alone(
 
     apart: dict[str, Any] = {}
     joined: dict[str, Any] = {}
-    alone = Rows([one._replace(about=name) for name in names], apart, [Shelf(store, 1) for _ in names])
-    both = Rows([one._replace(about=names[0], beside=tuple(names[1:]))], joined, [Shelf(store, sites)])
+    alone = Rows([one._replace(abouts=(name,)) for name in names], apart, [Shelf(store, 1) for _ in names])
+    both = Rows([one._replace(abouts=tuple(names))], joined, [Shelf(store, sites)])
     computed = 0
     for tokens in chunks:
         asked = inside(scope, computed, computed + tokens)

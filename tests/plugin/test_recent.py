@@ -47,7 +47,9 @@ def test_a_known_spec_means_what_it_would_mean_anew(engine: Engine, found: list[
             with pytest.raises(SpecError):
                 known.meaning(spec, engine.catalog, prompt_len)
             continue
-        assert known.meaning(spec, engine.catalog, prompt_len) == anew
+        again = known.meaning(spec, engine.catalog, prompt_len)
+        assert again.applied() == anew.applied()
+        assert replace(again, applied=anew.applied) == anew
 
 
 @pytest.mark.parametrize(
