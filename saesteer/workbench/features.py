@@ -4,7 +4,7 @@ An engine reads them, or Transformers where there is no vLLM; the answers of bot
 """
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from saesteer.commands.waiting import load_model, steps
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
 from saesteer.errors import ConfigError
+from saesteer.language.fields import Fields, Json
 from saesteer.loaders import largest
 from saesteer.workbench.reading import read, tokenizer_of, tokens_of
 from saesteer.workbench.written import rounded
@@ -100,7 +101,7 @@ def open_model(model: str, config: SaesteerConfig) -> tuple[Any, Sequence[str]]:
     return load_model(place, config.dictionaries), list(config.dictionaries)
 
 
-def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, dict[str, Any]]:
+def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, Json]:
     """The model's place, the dictionaries that are asked for, or the demo's, and vLLM's options."""
     asked = list(config.dictionaries)
     place, config, options = resolve(model, config)
@@ -111,18 +112,18 @@ def _resolved(model: str, config: SaesteerConfig) -> tuple[str, SaesteerConfig, 
     return place, replace(config, dictionaries={name: config.dictionaries[name] for name in names}), options
 
 
-def _wanted(assets: Assets, top_k: int) -> list[dict[str, Any]]:
+def _wanted(assets: Assets, top_k: int) -> list[Json]:
     """What a request reads: of every dictionary, all tokens but the first, which is an outlier."""
     found = []
     for name in assets.config.dictionaries:
         for layer in assets.sets.get(name, (None,)):
             count = assets.info(name, layer).features
-            one: dict[str, Any] = {"dictionary": name, "top_k": min(top_k, count), "scope": {"skip_first": 1}}
+            one: Json = {"dictionary": name, "top_k": min(top_k, count), "scope": {"skip_first": 1}}
             found.append(one if layer is None else one | {"layer": layer})
     return found
 
 
-def _entry(oracle: Any, ids: Sequence[int], one: Mapping[str, Any]) -> dict[str, Any]:
+def _entry(oracle: Any, ids: Sequence[int], one: Fields) -> Json:
     """What an engine's answer has of a read."""
     name, layer = one["dictionary"], one.get("layer")
     rows = oracle.features(ids, name, layer=layer, top_k=one["top_k"])
@@ -130,7 +131,7 @@ def _entry(oracle: Any, ids: Sequence[int], one: Mapping[str, Any]) -> dict[str,
     return {**one, "site": oracle.info(name, layer).site_in, "rows": found}
 
 
-def _table(entry: Mapping[str, Any], assets: Assets, words: Sequence[str]) -> Table:
+def _table(entry: Fields, assets: Assets, words: Sequence[str]) -> Table:
     """A row for each token with active features, coloured by the strongest, relative to the text's strongest."""
     info = assets.info(entry["dictionary"], entry.get("layer"))
 

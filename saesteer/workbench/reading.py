@@ -1,7 +1,7 @@
 """Asks an engine, in a process of its own, what a model's forward passes hold. Does not know what that is for."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from saesteer.config.config import LIMITS, SaesteerConfig
 from saesteer.config.origins import trained_on
 from saesteer.consumers.shards import shards
 from saesteer.errors import SaesteerError
+from saesteer.language.fields import Fields
 from saesteer.models.tokens import chat_ids
 from saesteer.plugin.job import Batch, Completion, run
 
@@ -43,7 +44,7 @@ def questions(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def ask(
-    place: str, config: SaesteerConfig, options: Mapping[str, Any], batches: Sequence[Batch], *, verbose: bool = False
+    place: str, config: SaesteerConfig, options: Fields, batches: Sequence[Batch], *, verbose: bool = False
 ) -> list[list[Completion]]:
     """The answers of an engine whose context is as long as these batches of token ids need.
 
@@ -68,12 +69,12 @@ def ask(
 def read(
     place: str,
     config: SaesteerConfig,
-    options: Mapping[str, Any],
+    options: Fields,
     prompts: Sequence[Sequence[int]],
-    returns: Sequence[Mapping[str, Any]],
+    returns: Sequence[Fields],
     *,
     verbose: bool = False,
-) -> list[Mapping[str, Any]]:
+) -> list[Fields]:
     """What each prompt's answer has of its ``returns``.
 
     Args:
@@ -103,7 +104,7 @@ def read(
 
 @contextmanager
 def captured(
-    place: str, sites: Sequence[str], options: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+    place: str, sites: Sequence[str], options: Fields, prompts: Sequence[Sequence[int]]
 ) -> Iterator[Iterator[dict[str, Tensor]]]:
     """The tensors [tokens, d] of each prompt at some sites, float32, by the site's name; they wait on the disk.
 

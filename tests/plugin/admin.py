@@ -20,7 +20,7 @@ class Client:
         """Register or replace v."""
         from saesteer.plugin.names.changes import Given
 
-        asyncio.run(self.names.put_vector(self, "v", Given.read(row, 0.0)))
+        asyncio.run(self.names.put(self, "vector", "v", Given.read(row, 0.0)))
 
     def delete(self) -> None:
         """Take v away."""

@@ -37,10 +37,10 @@ def test_a_change_is_everywhere_when_it_has_ended(tmp_path: Path) -> None:
     async def run() -> None:
         engine = Workers()
         one, two, three = servers(tmp_path)
-        assert (await one.put_vector(engine, "v", Given((1.0, 0, 0))))[0] is False
+        assert (await one.put(engine, "vector", "v", Given((1.0, 0, 0))))[0] is False
         assert numbers(one) == numbers(two) == numbers(three) == {"v": [1, 0, 0]}
-        assert (await two.put_vector(engine, "v", Given((0.0, 1, 0))))[0] is True
-        await three.put_module(engine, "m", SPEC)
+        assert (await two.put(engine, "vector", "v", Given((0.0, 1, 0))))[0] is True
+        await three.put(engine, "module", "m", SPEC)
         with pytest.raises(RegistryError, match="module m"):
             await one.delete(engine, "vector", "v")
         await two.delete(engine, "module", "m")
@@ -56,10 +56,10 @@ def test_a_request_keeps_what_it_was_admitted_with_and_the_next_has_what_is_new(
     async def run() -> None:
         engine = Workers()
         one, two = servers(tmp_path, count=2)
-        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        await one.put(engine, "vector", "v", Given((1.0, 0, 0)))
         held = two.hold()
         for n in range(4):
-            await (one, two)[n % 2].put_vector(engine, "v", Given((0.0, 1, n)))
+            await (one, two)[n % 2].put(engine, "vector", "v", Given((0.0, 1, n)))
         assert held.catalog.vectors["v"].rows[None].tolist() == [1, 0, 0]
         assert two.hold().catalog.vectors["v"].rows[None].tolist() == [0, 1, 3]
         assert two.hold() is two.hold(), "what has not changed is not read again"
@@ -72,13 +72,13 @@ def test_a_server_that_dies_in_a_change_leaves_none(tmp_path: Path, monkeypatch:
     async def run() -> None:
         engine = Workers()
         one, two = servers(tmp_path, count=2)
-        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
+        await one.put(engine, "vector", "v", Given((1.0, 0, 0)))
         with monkeypatch.context() as patch:
             patch.setattr(one, "_tell", Mock(side_effect=asyncio.CancelledError))
             with pytest.raises(asyncio.CancelledError):
-                await one.put_vector(engine, "v", Given((0.0, 1, 0)))
+                await one.put(engine, "vector", "v", Given((0.0, 1, 0)))
         assert numbers(two) == {"v": [1, 0, 0]}
-        await two.put_vector(engine, "v", Given((0.0, 0, 1)))
+        await two.put(engine, "vector", "v", Given((0.0, 0, 1)))
         assert numbers(one) == {"v": [0, 0, 1]} and len(engine.told[-1]["unpin"]) == 1
 
     asyncio.run(run())
@@ -92,8 +92,8 @@ def test_whoever_reads_while_others_change_finds_one_of_the_changes(tmp_path: Pa
     def change() -> None:
         async def run() -> None:
             for n in range(200):
-                await one.put_vector(Workers(), "v", Given((1.0, n, 0)))
-                await one.put_vector(Workers(), "w", Given((1.0, n, 1)))
+                await one.put(Workers(), "vector", "v", Given((1.0, n, 0)))
+                await one.put(Workers(), "vector", "w", Given((1.0, n, 1)))
 
         try:
             asyncio.run(run())
@@ -188,13 +188,13 @@ def test_the_default_module_is_that_of_every_server(tmp_path: Path) -> None:
     async def run() -> None:
         engine = Workers()
         one, two, three = servers(tmp_path)
-        await one.put_vector(engine, "v", Given((1.0, 0, 0)))
-        await two.put_module(engine, "m", SPEC)
+        await one.put(engine, "vector", "v", Given((1.0, 0, 0)))
+        await two.put(engine, "module", "m", SPEC)
         await three.set_default("m")
         assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
         with pytest.raises(RegistryError, match="module 'm' steers every request"):
             await one.delete(engine, "module", "m")
-        await two.put_vector(engine, "v", Given((0.0, 1, 0)))
+        await two.put(engine, "vector", "v", Given((0.0, 1, 0)))
         assert [known.catalog.default for known in (one, two, three)] == ["m"] * 3
         await two.set_default(None)
         await one.delete(engine, "module", "m")

@@ -18,7 +18,7 @@ from tests.plugin.names import SPEC, Workers, start
 
 
 def put(known: Names, engine: Any, name: str, *numbers: float) -> Any:
-    return asyncio.run(known.put_vector(engine, name, Given(numbers)))
+    return asyncio.run(known.put(engine, "vector", name, Given(numbers)))
 
 
 def test_a_request_is_planned_with_what_its_names_stand_for() -> None:
@@ -95,7 +95,7 @@ def test_a_change_that_fails_on_a_worker_is_no_change(engines: int) -> None:
 def test_a_module_is_set_as_the_default_for_what_is_admitted_later() -> None:
     known, engine = start(), Workers()
     put(known, engine, "v", 1, 0, 0)
-    asyncio.run(known.put_module(engine, "m", SPEC))
+    asyncio.run(known.put(engine, "module", "m", SPEC))
     before = known.hold()
     asyncio.run(known.set_default("m"))
     assert (before.catalog.default, known.catalog.default) == (None, "m")
@@ -117,36 +117,36 @@ def test_a_replacement_that_a_module_cannot_use_is_refused() -> None:
     known, engine = start(), Workers()
     put(known, engine, "v", 1, 0, 0)
     asyncio.run(
-        known.put_module(engine, "m", from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]}))
+        known.put(engine, "module", "m", from_json({"edits": [{"op": "add", "vector": "v", "site": "resid_post.3"}]}))
     )
     other = Given.read({"dtype": "float32", "shape": [1, 3], "layers": [4], "data": "AACAPwAAgD8AAIA/"}, None)
     with pytest.raises(RegistryError, match=r"module 'm' uses vector 'v'.*layer 3"):
-        asyncio.run(known.put_vector(engine, "v", other))
+        asyncio.run(known.put(engine, "vector", "v", other))
 
 
 def test_modules_are_registered_in_one_another_up_to_a_bound() -> None:
     known, engine = start(), Workers()
     put(known, engine, "v", 1, 0, 0)
-    asyncio.run(known.put_module(engine, "m0", SPEC))
+    asyncio.run(known.put(engine, "module", "m0", SPEC))
 
     def chained() -> None:
         for n in range(1, 600):
             nested = from_json({"edits": [{"op": "use", "module": f"m{n - 1}"}]})
-            asyncio.run(known.put_module(engine, f"m{n}", nested))
+            asyncio.run(known.put(engine, "module", f"m{n}", nested))
 
     with pytest.raises(SpecError, match=f"{MAX_DEPTH + 1} modules deep, expected at most {MAX_DEPTH}") as error:
         chained()
     assert error.value.code == "too_many" and error.value.field.startswith("spec.edits[0].module.edits[0].module")
-    asyncio.run(known.put_module(engine, "apart", SPEC))
+    asyncio.run(known.put(engine, "module", "apart", SPEC))
     with pytest.raises(RegistryError, match=r"module 'm\d+' uses module 'm0', and could not use this one"):
-        asyncio.run(known.put_module(engine, "m0", from_json({"edits": [{"op": "use", "module": "apart"}]})))
+        asyncio.run(known.put(engine, "module", "m0", from_json({"edits": [{"op": "use", "module": "apart"}]})))
 
 
 @pytest.mark.parametrize("name", [".", "..", "a/../b", "./a", "a/.", "../.."])
 def test_names_that_clients_take_out_of_a_path_are_refused(name: str) -> None:
     """Such a vector could not be deleted: its address would be another one's."""
     known, engine = start(), Workers()
-    for change in (known.put_vector(engine, name, Given((1, 0, 0))), known.put_module(engine, name, SPEC)):
+    for change in (known.put(engine, "vector", name, Given((1, 0, 0))), known.put(engine, "module", name, SPEC)):
         with pytest.raises(SpecError, match="without the parts") as refused:
             asyncio.run(change)
         assert (refused.value.field, refused.value.code) == ("name", "out_of_range")
@@ -163,7 +163,7 @@ def test_each_change_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch, capl
     first = version_of(("vector", "v"), known.catalog)
     put(known, engine, "v", 0, 1, 0)
     second = version_of(("vector", "v"), known.catalog)
-    asyncio.run(known.put_module(engine, "m\n", SPEC) if False else known.put_module(engine, "m", SPEC))
+    asyncio.run(known.put(engine, "module", "m\n", SPEC) if False else known.put(engine, "module", "m", SPEC))
     module = version_of(("module", "m"), known.catalog)
     with pytest.raises(RegistryError):
         asyncio.run(known.delete(engine, "vector", "v"))

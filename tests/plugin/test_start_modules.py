@@ -125,7 +125,7 @@ def in_front_end(folder: Path, edits: list[Any], parser: str = "", **more: Any) 
 def over_http(folder: Path, edits: list[Any]) -> None:
     known = Assets.open(config(folder)).catalog(width=WIDTH, layers=LAYERS)
     names = Names(known, pool_rows=8, layers=LAYERS)
-    asyncio.run(names.put_module(Workers(), "m", from_json({"edits": edits})))
+    asyncio.run(names.put(Workers(), "module", "m", from_json({"edits": edits})))
 
 
 at_start = pytest.mark.parametrize("start", [by_serve, in_front_end])

@@ -226,7 +226,7 @@ async def list_vectors(admin: _Admin) -> VectorList:
 async def put_vector(admin: _Admin, body: VectorBody) -> VectorDone:
     """The vector is on the device when this returns. Running requests keep what they started with."""
     given = Given.read(body.vector, body.bias, body.function)
-    replaced, catalog = await admin.names.put_vector(admin.engine, body.name, given)
+    replaced, catalog = await admin.names.put(admin.engine, "vector", body.name, given)
     return VectorDone.of(catalog, body.name, replaced=replaced)
 
 
@@ -247,7 +247,7 @@ async def list_modules(admin: _Admin) -> ModuleList:
 @router.post("/modules", responses=_says(400, 409, 413), summary="Register or replace a module")
 async def put_module(admin: _Admin, body: ModuleBody) -> ModuleDone:
     """Its own vectors are on the device when this returns. Running requests keep what they started with."""
-    replaced, catalog = await admin.names.put_module(admin.engine, body.name, _spec(body.spec))
+    replaced, catalog = await admin.names.put(admin.engine, "module", body.name, _spec(body.spec))
     return ModuleDone.of(catalog, body.name, replaced=replaced)
 
 

@@ -5,15 +5,16 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from saesteer.dictionaries.vectors import Function
+from saesteer.language.fields import Json
 from saesteer.planning.plan import Catalog
 from saesteer.plugin.http.openapi import reference
 
 _SHORT = 16  # characters of a version hash, as in answers
 _NAME = {"type": "string", "minLength": 1, "maxLength": 128}
-_FUNCTION: dict[str, Any] = {"enum": [*get_args(Function)]}
+_FUNCTION: Json = {"enum": [*get_args(Function)]}
 _NUMBERS = {"type": "array", "items": {"type": "number"}}
-_VECTOR: dict[str, Any] = {"anyOf": [_NUMBERS, reference("SaesteerInlineVector")]}
-_SPEC: dict[str, Any] = {"anyOf": [reference("SaesteerSpec")]}  # pydantic would look up a reference that stands alone
+_VECTOR: Json = {"anyOf": [_NUMBERS, reference("SaesteerInlineVector")]}
+_SPEC: Json = {"anyOf": [reference("SaesteerSpec")]}  # pydantic would look up a reference that stands alone
 _VECTOR_EXAMPLES: list[Any] = [
     {"name": "happy", "vector": [0.12, -0.5, 0.33]},
     {
@@ -68,7 +69,7 @@ class VectorEntry(BaseModel):
         found = catalog.vectors[name]
         shape = [found.width] if found.layers is None else [len(found.layers), found.width]
         version = found.fingerprint[:_SHORT]
-        probe: dict[str, Any] = {"bias": found.bias, "function": found.function, "layers": found.layers}
+        probe: Json = {"bias": found.bias, "function": found.function, "layers": found.layers}
         return cls(name=name, shape=shape, version=version, uses=uses, **probe, **more)
 
 

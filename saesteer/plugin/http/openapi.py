@@ -5,21 +5,21 @@ of the field in answers are in ``data``; tools/schemas.py writes those of a spec
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from saesteer.config.config import KEY
+from saesteer.language.fields import Fields, Json
 from saesteer.plugin.http.routes import SERVED
 
 _DATA = Path(__file__).parents[2] / "data"
-SCHEMAS: dict[str, Any] = {  # by name
+SCHEMAS: Json = {  # by name
     **json.loads((_DATA / "spec.json").read_text("utf-8")),
     "SaesteerAnswer": json.loads((_DATA / "answer.json").read_text("utf-8")),
 }
 
 
-def reference(name: str) -> dict[str, Any]:
+def reference(name: str) -> Json:
     """A reference to one of the document's schemas."""
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -32,8 +32,8 @@ def document(app: Any) -> None:
     """
     original = app.openapi
 
-    def openapi() -> dict[str, Any]:
-        found: dict[str, Any] = original()
+    def openapi() -> Json:
+        found: Json = original()
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
         schemas |= SCHEMAS
         for path in SERVED:
@@ -45,7 +45,7 @@ def document(app: Any) -> None:
     app.openapi = openapi
 
 
-def _add(body: Mapping[str, Any], field: dict[str, Any], schemas: dict[str, Any]) -> None:
+def _add(body: Fields, field: Json, schemas: Json) -> None:
     """Adds the field to the schemas that a body or an answer refers to."""
     found = [content["schema"] for content in body.get("content", {}).values() if "schema" in content]
     while found:

@@ -111,23 +111,14 @@ class Names:
         self.hold()
         return self._usage
 
-    async def put_vector(self, engine: Any, name: str, given: Given) -> tuple[bool, Catalog]:
-        """Register or replace a vector; returns whether there was one, and the catalog now.
+    async def put(self, engine: Any, kind: Kind, name: str, given: Given | Spec) -> tuple[bool, Catalog]:
+        """Register or replace a vector or a module; returns whether there was one, and the catalog now.
 
         Raises:
-            SpecError: its width differs from the model's, or a module cannot use it.
+            SpecError: it cannot be used on this server, or a module cannot use it.
             RegistryError: there is no room, or no op where it belongs.
         """
-        return await self._shielded(engine, ("vector", text(name, "name")), given)
-
-    async def put_module(self, engine: Any, name: str, spec: Spec) -> tuple[bool, Catalog]:
-        """Register or replace a module; returns whether there was one, and the catalog now.
-
-        Raises:
-            SpecError: it cannot be used on this server.
-            RegistryError: there is no room for the vectors in it.
-        """
-        return await self._shielded(engine, ("module", text(name, "name")), spec)
+        return await self._shielded(engine, (kind, text(name, "name")), given)
 
     async def delete(self, engine: Any, kind: Kind, name: str) -> None:
         """Delete a name.
