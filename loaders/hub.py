@@ -225,8 +225,7 @@ def _needed(stream: IO[bytes], name: str, size: int) -> list[tuple[int, int]]:
         return [(0, 8 + length * (length <= LARGEST_HEADER))]  # whoever reads a longer one refuses it
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
-        spans = [(one.header_offset, _MEMBER + min(one.compress_size, _SMALL)) for one in members if _is_small(one)]
-        spans += [(one.header_offset, _MEMBER) for one in members if not _is_small(one)]
+        spans = [(one.header_offset, _MEMBER + one.compress_size * _is_small(one)) for one in members]
         return [*((start, start + length) for start, length in spans), (archive.start_dir, size)]
 
 

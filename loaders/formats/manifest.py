@@ -17,7 +17,6 @@ lie, so their sites are None, and the operator names them.
 """
 
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -108,7 +107,7 @@ def _activation(file: Path, manifest: Document, rows: int, complete: bool) -> tu
     if activation != "topk":
         for key in params:
             raise wrong(file, f"activation_params.{key}", repr(params[key]), f"nothing there for {activation}")
-        return cast(Activation, activation), None
+        return activation, None
     if not complete:
         rank = "every feature: a rank inside a subset is not the rank"
         raise wrong(file, "activation", "topk over a part of the features", rank)

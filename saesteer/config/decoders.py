@@ -22,6 +22,7 @@ RECENT = 1024  # rows that are kept: 16 MB where the stream is 4096 wide
 site_of_hook = aliases.from_transformer_lens  # what serves requests knows no loaders
 hook_of_site = aliases.to_transformer_lens
 
+Key = tuple[str, str | None, str, int]  # of a feature: source, site_in, fingerprint, and its id
 Row = NDArray[np.float32]  # [d_out], for one unit of the dictionary's values; not to be changed
 
 
@@ -29,7 +30,7 @@ class Decoders:
     """Rows of dictionaries that a server holds whole. Safe to use in threads."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str | None, str, int], Row] = {}  # the last used comes last
+        self._kept: dict[Key, Row] = {}  # the last used comes last
         self._lock = Lock()
 
     def alone(self, info: CoderInfo, features: Sequence[int]) -> list[Row] | None:
@@ -103,7 +104,7 @@ def nearest(info: CoderInfo, vector: Row, most: int) -> list[tuple[int, float]]:
     return [(row if ids is None else ids[row], cosines[row].item()) for row in order]
 
 
-def _key(info: CoderInfo, feature: int) -> tuple[str, str | None, str, int]:
+def _key(info: CoderInfo, feature: int) -> Key:
     return info.source, info.site_in, info.fingerprint, feature
 
 

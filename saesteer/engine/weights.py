@@ -51,16 +51,6 @@ class Room:
         self.enc += rows
         return self.enc - rows
 
-    def decoding(self) -> int:
-        """Room beside such an encoder, to decode it whole; the row of its bias."""
-        self.dec, self.biases = self.enc, self.biases + 1
-        return self.biases - 1
-
-    def writing(self, info: CoderInfo) -> int:
-        """Room for the decoder of a dictionary that reads elsewhere; its first row."""
-        self.dec += info.features
-        return self.dec - info.features
-
 
 def rooms(
     infos: Mapping[str, CoderInfo], ends: Mapping[str, tuple[str, str]], pools: Mapping[str, int]
@@ -84,7 +74,8 @@ def rooms(
             room.norms |= has_norm(info)
         elif decodes(info, ends[key]):
             base = room.reading(info, whole=True)
-            places[key] = base, base, room.decoding()
+            room.dec, room.biases = room.enc, room.biases + 1  # beside its encoder, it is decoded whole
+            places[key] = base, base, room.biases - 1
     for site, pool in pools.items():
         room = found[site]
         room.pool = room.enc
@@ -94,7 +85,9 @@ def rooms(
         if not info.by_rows and key not in places:
             places[key] = found[first].reading(info, whole=False), 0, 0
         if not info.by_rows and first != last:
-            places[key] = places[key][0], found[last].writing(info), places[key][2]
+            there = found[last]
+            places[key] = places[key][0], there.dec, places[key][2]
+            there.dec += info.features
     return found, places
 
 

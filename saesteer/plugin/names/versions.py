@@ -161,7 +161,11 @@ class Names:
                 return settle(catalog)
 
             catalog, pins = await asyncio.to_thread(made)  # thousands of modules take seconds
-            self._refuse_without_room(before.pins, pins)
+            used = counts(before.pins)
+            # What it replaces and what it adds exist side by side for a moment.
+            for site, wanted in counts(before.pins, pins).items():
+                if wanted > (room := self._rooms[site]):
+                    raise no_room(site, wanted - used[site], room - used[site], room)
             new = {place: pins[place] for place in pins.keys() - before.pins.keys()}
             unpinned = set(self._stale) - pins.keys() - before.pins.keys()
             number = before.number + 1
@@ -228,13 +232,6 @@ class Names:
                 with self._lock:
                     self._follow(self._board)
             yield
-
-    def _refuse_without_room(self, before: Pins, pins: Pins) -> None:
-        """Refuse a change without room: what it replaces and what it adds exist side by side for a moment."""
-        used = counts(before)
-        for site, wanted in counts(before, pins).items():
-            if wanted > self._rooms[site]:
-                raise no_room(site, wanted - used[site], self._rooms[site] - used[site], self._rooms[site])
 
     async def _tell(self, engine: Any, new: Pins, unpinned: Collection[Place]) -> Usage:
         """Pin the vectors on all workers, and wait for slots that running requests may soon free."""

@@ -30,12 +30,6 @@ def _leaving(original: Original, self: Any, request: Any) -> None:
     original(self, request)
 
 
-def _left(scheduler: Any) -> dict[str, set[int]]:
-    """The edited blocks of each request that has left, without those that others have got since, as free space."""
-    left: dict[str, list[tuple[Any, Any]]] = vars(scheduler).get("saesteer_left", {})
-    return {name: {one.block_id for one, key in kept if one.block_hash == key} for name, kept in left.items()}
-
-
 def forget_left(scheduler: Any, scheduler_output: Any) -> None:
     """Forgets the blocks of requests that had left before a step was scheduled: all of their steps have been taken."""
     if left := vars(scheduler).get("saesteer_left"):
@@ -60,7 +54,9 @@ def end(scheduler: Any, failed: Mapping[str, str]) -> list[tuple[Any, str]]:
     # step may already have been scheduled, with requests that found these blocks. What is not finite is seen in each
     # request that uses it, which ends for itself.
     misled = [request for request, word in ended.values() if not word.startswith(NON_FINITE)]
-    left = _left(scheduler)
+    # Of each request that has left, its edited blocks, without those that others have got since, as free space.
+    kept: dict[str, list[tuple[Any, Any]]] = vars(scheduler).get("saesteer_left", {})
+    left = {name: {one.block_id for one, key in own if one.block_hash == key} for name, own in kept.items()}
     gone = [left.get(name, set()) for name, word in failed.items() if not word.startswith(NON_FINITE)]
     wrong = set().union(*(edited_blocks(blocks, request) for request in misled), *gone)
     wrong = wrong.union(*(own for own in left.values() if own & wrong))

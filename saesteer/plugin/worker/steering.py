@@ -73,20 +73,21 @@ class Steering:
 
     def add(self, request: Any) -> Row | None:
         """Remember a new request and return its row's content, or None if it is not steered."""
-        self.forget(request.req_id)
+        name = request.req_id
+        self.forget(name)
         try:
             row = self._row_of(request)
             if row is not None:
                 self._batch = None
-                self.rows[request.req_id] = row
-                self._cached[request.req_id] = request.num_computed_tokens
+                self.rows[name] = row
+                self._cached[name] = request.num_computed_tokens
                 if request.sampling_params.stop:
-                    self._stops.add(request.req_id)
+                    self._stops.add(name)
                 if row.parts:
-                    self._borders[request.req_id] = border_in(request)
-                self._sinks.add(request.req_id, sent(request.sampling_params).get(SPOOLS))
+                    self._borders[name] = border_in(request)
+                self._sinks.add(name, sent(request.sampling_params).get(SPOOLS))
         except Exception as exc:  # noqa: BLE001  # it ends this request, see fail
-            self.fail(request.req_id, exc)
+            self.fail(name, exc)
             return None
         return row
 
