@@ -1,7 +1,7 @@
 """What the parts of an answer wait for in a row: the tokens of which one ends the reasoning. Knows ids, no parser."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ from saesteer.kernels import layout
 from saesteer.kernels.reference import close_ref_
 
 
-@dataclass(frozen=True, slots=True)
-class Border:
+class Border(NamedTuple):
     """Where the reasoning of a sequence ends, as far as the host knows it."""
 
     closing: tuple[int, ...]  # ids of which each ends the reasoning by itself, at most MOST_CLOSING of them
@@ -29,7 +28,7 @@ class Border:
         if self.found < self.start:
             return self
         ends = (at for at in range(self.start, computed) if ids[at] in self.closing)
-        return replace(self, found=next(ends, layout.NEVER))
+        return self._replace(found=next(ends, layout.NEVER))
 
     def put(self, words: NDArray[np.int32], sites: int) -> None:
         """Let a row wait for the border, or move its windows there if it is known.

@@ -5,7 +5,6 @@ imported only where a row needs it, since the page's table is made without vLLM.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -39,8 +38,7 @@ class Setup(NamedTuple):
         return str(self.vllm.parallel_config.distributed_executor_backend)
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """An option that cannot be served."""
 
     option: str  # as a message has it; {}: what was found

@@ -4,9 +4,8 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -60,8 +59,7 @@ class Turns:
         return await asyncio.shield(work)
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(NamedTuple):
     """One server, as a request finds it."""
 
     engine: Any  # vLLM's client of its engine
