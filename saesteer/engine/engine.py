@@ -183,26 +183,12 @@ class Engine:
         arrows = self.registry.find(wire.digests, admitted["vectors"])
         self.captures.take({op: captured for op, _, _, captured in wire.sites})
         row = self._rows.make(wire, arrows)
-        row.readings = tuple(self._reading(wire, arrows, *words) for words in wire.readouts if self.answers)
+        row.readings = tuple(self._reading(wire, arrows, one) for one in wire.readouts if self.answers)
         return row
 
-    def _reading(
-        self,
-        wire: Wire,
-        arrows: Sequence[Arrow],
-        kind: Any,
-        ops: Sequence[str],
-        after: bool,
-        windows: Sequence[tuple[int, int]],
-        last: bool,
-        reduce: Any,
-        source: Any,
-        bias: Sequence[Any],
-        top_k: int,
-        features: Sequence[int],
-        starts: Sequence[int],
-        watched: Sequence[int],
-    ) -> Reading | None:
+    def _reading(self, wire: Wire, arrows: Sequence[Arrow], readout: Sequence[Any]) -> Reading | None:
+        """What a readout reads, which encode.py has put together."""
+        kind, ops, after, windows, last, reduce, source, bias, top_k, features, starts, watched = readout
         if not (ops[0] in self.sites if ops else self.is_last):
             return None
         of: Source | None = None

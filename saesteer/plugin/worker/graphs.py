@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache, reduce
 from operator import and_
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
@@ -86,21 +86,15 @@ class Choice:
         return enough(self.sets, Sites(frozenset(site for site, *_ in sites) - reads, reads))
 
 
-class Chosen:
-    """What stands under a shape in place of vLLM's graph.
+class Chosen(NamedTuple):
+    """What stands under a shape in place of vLLM's graph."""
 
-    Args:
-        choice: of the step.
-        graphs: by the number of their set.
-    """
-
-    def __init__(self, choice: Choice, graphs: Mapping[int, Any]) -> None:
-        self._choice = choice
-        self.graphs = graphs
+    choice: Choice  # of the step
+    graphs: Mapping[int, Any]  # by the number of their set
 
     def replay(self) -> None:
         """Replay the graph of the chosen set."""
-        self.graphs[self._choice.at].replay()
+        self.graphs[self.choice.at].replay()
 
 
 def attach(worker: Any, engine: Engine, choice: Choice) -> None:

@@ -5,8 +5,7 @@ makes. Their results go to the host with the step's tokens, and nothing waits fo
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from saesteer.plugin.results.forms import NON_FINITE
 from saesteer.plugin.wrap import Original, around_method_of
 
 
-@dataclass(slots=True)
-class Look:
+class Look(NamedTuple):
     """What was seen of one step. It can be read once the host has the step's tokens."""
 
     names: Sequence[str]  # the request of each row; with rejected drafts a request has several
