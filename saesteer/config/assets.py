@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from saesteer.config.config import SaesteerConfig
 from saesteer.config.modules import read_modules
-from saesteer.config.origins import addresses_of, origin_of, refuse_others
+from saesteer.config.origins import Infos, addresses_of, origin_of, refuse_others
 from saesteer.config.row_store import RowStore
 from saesteer.config.sets import check_set, opened
 from saesteer.config.sources import DictionarySource
@@ -32,7 +32,7 @@ class Assets:
     """A configuration with the contents of its files; made by ``Assets.open``."""
 
     config: SaesteerConfig
-    infos: Mapping[str, CoderInfo]  # the dictionaries' headers by ``Catalog.key``, with the operator's sites filled in
+    infos: Infos  # the dictionaries' headers by ``Catalog.key``, with the operator's sites filled in
     vectors: Mapping[str, VectorSet]
     modules: Mapping[str, Spec]  # each a valid spec that names only what this server has
     rows: RowStore  # dictionaries whose weights stay in their files; those with a name are in infos, too
@@ -176,7 +176,7 @@ class Assets:
             if parse(site)[1] >= layers:
                 raise ConfigError(f"site {site} does not exist: this model has layers 0 to {layers - 1}")
         served = model, self.config.dictionaries_of
-        dictionaries: Mapping[str, CoderInfo] = self.infos
+        dictionaries: Infos = self.infos
         if self.config.dictionary_folder is not None:  # these are opened when a request names them
             dictionaries = ChainMap(dict(self.infos), self.rows.of_model(*served))  # type: ignore[arg-type]  # only read
         return Catalog(

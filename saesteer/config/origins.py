@@ -21,6 +21,9 @@ _ALIASES = {"gpt2": "gpt2small"}
 _BEST: tuple[Fit, ...] = ("same", "base", "declared", "other", "unknown")  # the first that holds is what is said
 
 
+Infos = Mapping[str, CoderInfo]  # of dictionaries, by their keys
+
+
 class _Model(NamedTuple):
     """A model's name in parts."""
 
@@ -82,7 +85,7 @@ def origin_of(name: str, info: CoderInfo, model: str | None, declared: Sequence[
     return Origin(of, best)
 
 
-def addresses_of(infos: Mapping[str, CoderInfo]) -> dict[str, str]:
+def addresses_of(infos: Infos) -> dict[str, str]:
     """The key of the dictionary that each address names; of several with one address, the first.
 
     A dictionary's own name counts most: with it the operator declares an address.
@@ -94,7 +97,7 @@ def addresses_of(infos: Mapping[str, CoderInfo]) -> dict[str, str]:
     return found
 
 
-def refuse_others(infos: Mapping[str, CoderInfo], model: str, declared: Sequence[str]) -> None:
+def refuse_others(infos: Infos, model: str, declared: Sequence[str]) -> None:
     """Refuse a dictionary of another model, where its files and the served model's name leave no doubt.
 
     Raises:

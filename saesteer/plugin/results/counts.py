@@ -81,6 +81,5 @@ def by_token(counted: Counters, guessed: Guessed | None, tokens: int, *, each: b
 
 def tokens_of(outputs: Iterable[Any], guessed: Mapping[str, Guessed]) -> dict[str, int]:
     """How many tokens each request that had guesses has got from the step; 0 where it has no output."""
-    found = dict.fromkeys(guessed, 0)
-    found |= {one.request_id: len(one.new_token_ids) for one in outputs if one.request_id in found}
-    return found
+    got = {one.request_id: len(one.new_token_ids) for one in outputs if one.request_id in guessed}
+    return dict.fromkeys(guessed, 0) | got
