@@ -13,9 +13,8 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from saesteer.errors import LoadError
 from saesteer.labels.store import MAX_LABEL, MAX_TOKEN, MAX_TOKENS, Entry
@@ -26,8 +25,7 @@ MOST_FILES = 4096
 MOST_FEATURES = 1 << 24  # of a dictionary whose number of features is unknown, since its file holds only some
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line of a file, and where it stands."""
 
     file: Path

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
 from saesteer.errors import LoadError
@@ -59,8 +59,7 @@ CREATE VIRTUAL TABLE alike USING fts5(word, known UNINDEXED, columnsize=0, token
 """
 
 
-@dataclass(frozen=True, slots=True)
-class About:
+class About(NamedTuple):
     """What a file says about itself."""
 
     dictionary: str  # the fingerprint of the dictionary's own files
@@ -71,8 +70,7 @@ class About:
     site: str | None = None  # where the dictionary read it, by the site's one name; None: unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """Where a feature is strong: characters of a text."""
 
     value: float
@@ -81,8 +79,7 @@ class Spot:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What is written of one feature. Activations are in the dictionary's own unit."""
 
     feature: int  # as requests name it
@@ -95,8 +92,7 @@ class Entry:
     spots: tuple[Spot, ...] = ()  # strongest first
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """A word that a clamp of a feature makes the model write, whatever it is asked."""
 
     word: str
@@ -104,8 +100,7 @@ class Written:
     share: int  # of the answers there that have the word and are sound, in percent
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """What clamps of a feature do."""
 
     feature: int

@@ -67,7 +67,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def _fill(base: sqlite3.Connection, about: About, texts: Sequence[str], entries: Iterable[Entry]) -> None:
-    facts = {name: getattr(about, name) for name in about.__slots__} | {"version": VERSION}
+    facts = about._asdict() | {"version": VERSION}
     base.executemany("INSERT INTO about VALUES (?, ?)", [(k, str(v)) for k, v in facts.items() if v is not None])
     base.executemany("INSERT INTO texts VALUES (?, ?)", enumerate(texts))
     for one in entries:
