@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -75,12 +75,12 @@ class Shard:
         head = json.dumps(tensors, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)
         with (folder / TENSORS).open("wb") as stream:
-            stream.write(len(head).to_bytes(8, "little") + head)
-            stream.writelines(one.data for name in tensors for one in self._arrays[name])
+            _put(stream, [len(head).to_bytes(8, "little"), head])
+            _put(stream, (one.data for name in tensors for one in self._arrays[name]))
             _settle(stream)
         about = {"version": VERSION, "tensors": self._about, "pieces": self._pieces}
         with (folder / ABOUT).open("wb") as stream:
-            stream.write(json.dumps(about, separators=(",", ":"), default=np.ndarray.tolist).encode())
+            _put(stream, [json.dumps(about, separators=(",", ":"), default=np.ndarray.tolist).encode()])
             _settle(stream)
 
 
@@ -164,6 +164,11 @@ def shards(folder: Path) -> Iterator[tuple[Path, Json]]:
     for about in sorted(folder.rglob(ABOUT)):
         if not any(part.startswith(".") for part in about.relative_to(folder).parts):
             yield about.parent / TENSORS, json.loads(about.read_bytes())
+
+
+def _put(stream: IO[bytes], parts: Iterable[bytes]) -> None:
+    for part in parts:
+        stream.write(part)
 
 
 def _settle(stream: IO[bytes]) -> None:
