@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from saesteer.dictionaries.coder import RANKED, CoderInfo, SparseCoder
-from saesteer.dictionaries.rows import FeatureRow, feature_rows
+from saesteer.dictionaries.vectors import FeatureRow
 from saesteer.errors import LoadError
 from saesteer.loaders import choose, max_act, told
 from saesteer.loaders.arrays import Arrays
@@ -147,3 +147,24 @@ def open_rows(place: str | Path, *, site: str | None = None) -> RowFile:
     decoders = None if found.decoders is None else found.decoders.seekable()
     draft = replace(found, weights=found.weights.seekable(), decoders=decoders)
     return RowFile(path, draft, told(place, path, info, site))
+
+
+def feature_rows(coder: SparseCoder, later: Tensor, dtype: torch.dtype) -> tuple[FeatureRow, ...]:
+    """The feature of a dictionary of one feature, once for each site that it writes.
+
+    As in the weights of a server, the encoder's row is centred where the input norm is a layer norm.
+
+    Args:
+        coder: the dictionary, which reads as many numbers as it writes.
+        later: its decoder rows for the layers after its own, [targets - 1, d]; none unless it is cross-layer.
+        dtype: of the server's weights.
+    """
+    encoder = coder.w_enc.float()
+    if coder.info.in_norm == "layer_norm":
+        encoder = encoder - encoder.mean(1, keepdim=True)
+    bias = coder.b_enc.item()
+    threshold = 0.0 if coder.threshold is None else coder.threshold.item()
+    max_act = None if coder.max_act is None else coder.max_act.item()
+    decoders, name = torch.cat([coder.w_dec, later]).float(), str(dtype).removeprefix("torch.")
+    both = [torch.stack([encoder[0], one]).to(dtype).view(torch.uint8).numpy() for one in decoders]
+    return tuple(FeatureRow(data.tobytes(), name, bias, threshold, max_act) for data in both)

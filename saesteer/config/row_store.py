@@ -17,7 +17,7 @@ import torch
 from saesteer.config.origins import refuse_others
 from saesteer.config.sources import DictionarySource
 from saesteer.dictionaries.coder import CoderInfo
-from saesteer.dictionaries.rows import FeatureRow
+from saesteer.dictionaries.vectors import FeatureRow
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language.sites import canonical
 from saesteer.loaders.files import State, state_of, wrong

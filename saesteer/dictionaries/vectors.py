@@ -1,11 +1,12 @@
 """VectorSet: one direction for any site, or one for each of several layers, from a file or a request.
 
+And FeatureRow: what an edit of one feature needs of its dictionary, as numbers for a request.
 Knows no model, no site and no table. ``saesteer.loaders.vectors`` reads the files.
 """
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +52,31 @@ class VectorSet:
             return None
         long = row.astype(np.float64)
         return (long / np.linalg.norm(long)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureRow:
+    """One feature, f · rows[1], where f = p = in_norm(x) · rows[0] + bias if that is above the threshold, else 0.
+
+    A feature of a cross-layer transcoder has one for each layer that it writes, all with the same encoder row.
+    """
+
+    data: bytes  # [2, d], little-endian: its encoder row and its decoder row
+    dtype: str  # of the numbers: that of the server's weights
+    bias: float
+    threshold: float
+    max_act: float | None  # None: not known
+    digest: str = field(init=False)  # hex sha256 of all of this
+
+    def __post_init__(self) -> None:
+        of = hashlib.sha256(repr((self.dtype, self.bias, self.threshold, self.max_act)).encode())
+        of.update(self.data)
+        object.__setattr__(self, "digest", of.hexdigest())
+
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """The two rows [2, d] as float32."""
+        return numbers_of(self.dtype, self.data).reshape(2, -1)
 
 
 def vector_set(

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saesteer.dictionaries.rows import FeatureRow
-from saesteer.dictionaries.vectors import row_digests
+from saesteer.dictionaries.vectors import FeatureRow, row_digests
 from saesteer.engine.wire import FEATURE, LINE, norm_of
 from saesteer.kernels import layout
 from saesteer.language.fields import FLOAT32_MAX

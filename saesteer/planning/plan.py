@@ -10,7 +10,7 @@ from dataclasses import field as option
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from saesteer.dictionaries.vectors import Function, VectorSet
+from saesteer.dictionaries.vectors import FeatureRow, Function, VectorSet
 from saesteer.language.edits import Part, Scope
 from saesteer.language.fields import INT32_MAX, Check
 from saesteer.language.inline import Vector
@@ -20,7 +20,6 @@ from saesteer.planning.immutable import distinct, immutable
 
 if TYPE_CHECKING:
     from saesteer.dictionaries.coder import CoderInfo
-    from saesteer.dictionaries.rows import FeatureRow
 
 END = INT32_MAX  # the open end of a window
 CAPTURE = "capture"  # field of what nobody but the operator reads

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saesteer.dictionaries.coder import RANKED, SparseCoder
-from saesteer.dictionaries.rows import feature_rows
 from saesteer.errors import LoadError
 from saesteer.loaders import alone, describe, load, max_act
 from saesteer.loaders.formats import own
-from saesteer.loaders.rows import RowFile, open_rows
+from saesteer.loaders.rows import RowFile, feature_rows, open_rows
 from saesteer.loaders.write import write_arrays
 from tests.loaders import writers
 from tests.loaders.case import Case

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from saesteer.config.row_store import RowStore
-from saesteer.dictionaries.rows import FeatureRow
+from saesteer.dictionaries.vectors import FeatureRow
 from saesteer.errors import ConfigError, LoadError
 from saesteer.language.fields import fail
 from saesteer.language.spec import Spec
