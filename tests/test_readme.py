@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ import typer
 from safetensors.numpy import save
 
 import saesteer
-from saesteer.client import connection
+from saesteer.client import Client
 from saesteer.commands.embedded import DEMO_SAE, OCEAN
 from saesteer.config.assets import Assets
 from saesteer.config.config import SaesteerConfig
@@ -93,7 +94,8 @@ def test_json_is_json() -> None:
     """Other tests plan the requests among them; a block may show some fields of an object without its braces."""
     for kind, code in BLOCKS:
         if kind.startswith("json"):
-            json.loads(code if code[0] in "{[" else f"{{{code}}}")
+            for one in code.splitlines() if kind == "json chats" else [code]:  # a file of lines
+                json.loads(one if one[0] in "{[" else f"{{{one}}}")
 
 
 def test_entry_points_are_those_that_are_looked_for() -> None:
@@ -128,10 +130,7 @@ def test_settings_example_is_right(tmp_path: Path) -> None:
 
 def answered(monkeypatch: pytest.MonkeyPatch, answer: Callable[[httpx.Request], httpx.Response]) -> None:
     """Every client of an example is answered so."""
-    options = connection._options
-    monkeypatch.setattr(
-        connection, "_options", lambda *words: {**options(*words), "mounts": {"http://": httpx.MockTransport(answer)}}
-    )
+    monkeypatch.setattr(Client, "_KIND", partial(httpx.Client, mounts={"http://": httpx.MockTransport(answer)}))
 
 
 def test_client_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

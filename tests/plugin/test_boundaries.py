@@ -27,6 +27,16 @@ class ChatParams:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def renderer_of(render: Any) -> Any:
+    """A renderer of vLLM's with this in place of its ``render_chat``, and no more."""
+
+    def wrapped(_: Any, *words: Any) -> Any:
+        return render(*words)
+
+    wrapped.__wrapped__ = wrapped  # type: ignore[attr-defined]
+    return type("Renderer", (), {"render_chat": wrapped})()
+
+
 def conversation(messages: int, tokens: int) -> tuple[Conversation, list[int], list[int]]:
     """One whose messages have so many tokens each, the prompt's ids, and a list that tells what was rendered."""
     rendered: list[int] = []
@@ -37,7 +47,7 @@ def conversation(messages: int, tokens: int) -> tuple[Conversation, list[int], l
         return found, ({"prompt_token_ids": [7] * (tokens * len(found))},)
 
     turns = [{"role": ("user", "assistant")[n % 2]} for n in range(messages)]
-    return Conversation(render, turns, ChatParams(), None), [7] * (tokens * messages), rendered
+    return Conversation(renderer_of(render), turns, ChatParams(), None), [7] * (tokens * messages), rendered
 
 
 def apart(count: int) -> Sequence[tuple[int, int]]:

@@ -164,7 +164,9 @@ def chat(turns: list[dict[str, Any]], **template: Any) -> tuple[Conversation, li
         return None, [{"prompt_token_ids": rendered(several[0], params.chat_template_kwargs)}]
 
     given = {"add_generation_prompt": True, **template}
-    return Conversation(render, turns, ChatParams(chat_template_kwargs=given), None), rendered(turns, given)
+    return Conversation(renderer_of(render), turns, ChatParams(chat_template_kwargs=given), None), rendered(
+        turns, given
+    )
 
 
 THINK, ENDED = IDS["<think>"], IDS["</think>"]
@@ -201,7 +203,7 @@ def test_a_message_that_goes_on_is_a_part_of_the_answer_s_own_turn(said: list[in
 def test_all_of_a_prompt_counts_where_its_last_message_is_not_known() -> None:
     """A prompt that is no chat, or a template that cannot tell."""
     conversation, ids = chat([USER, CALL, RESULT])
-    blind = Conversation(lambda *_: 1 / 0, conversation.messages, conversation.chat_params, None)
+    blind = Conversation(renderer_of(lambda *_: 1 / 0), conversation.messages, conversation.chat_params, None)
     for one in (None, blind):
         told = Borders(server("deepseek_r1")).told(ids, one, {})
         assert border_of(server("deepseek_r1"), told, ids).found == len(ids) - 1
