@@ -83,7 +83,6 @@ class RowFile:
         Raises:
             LoadError: as ``row``.
         """
-        assert 0 <= row < self.info.features, row
         with self._opened() as descriptors:
             return later_of(self._draft, self._own, row, dtype, descriptors)
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from saesteer.dictionaries.vectors import Function, numbers_of
+from saesteer.language.fields import Fields, Json
 from saesteer.language.sites import parse
 from saesteer.planning.figures import SIZES, apart, floats, score, tensor
 from saesteer.planning.plan import END, Catalog, Readout
@@ -39,7 +40,7 @@ class Spool(Protocol):
     def write(self, places: Iterable[tuple[int, int]], data: bytes) -> None:
         """Writes rows: for each run its first row and their number, then all data."""
 
-    def keep(self, content: Mapping[str, Any], places: Sequence[int]) -> Sequence[str]:
+    def keep(self, content: Fields, places: Sequence[int]) -> Sequence[str]:
         """The handle of each site's result, which has this content and these rows.
 
         Raises:
@@ -51,13 +52,13 @@ class Reported(NamedTuple):
     """A readout, and how an answer names it."""
 
     readout: Readout
-    abouts: tuple[Mapping[str, Any], ...]  # how entries of the answer begin: its own, and those that travel with it
+    abouts: tuple[Fields, ...]  # how entries of the answer begin: its own, and those that travel with it
     dtype: str  # of tensors: bfloat16, float16 or float32
     function: Function = "linear"  # of a probe
-    whole: Mapping[str, Any] | None = None  # in place of them, where the answer has one tensor of them all
+    whole: Fields | None = None  # in place of them, where the answer has one tensor of them all
 
     @property
-    def entries(self) -> tuple[Mapping[str, Any], ...]:
+    def entries(self) -> tuple[Fields, ...]:
         """How the entries of the answer begin."""
         return self.abouts if self.whole is None else (self.whole,)
 
@@ -81,8 +82,8 @@ def reported(found: Sequence[Readout], catalog: Catalog, dtype: str) -> tuple[Re
     return tuple(made)
 
 
-def _about(one: Readout, catalog: Catalog) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _about(one: Readout, catalog: Catalog) -> Json:
+    found: Json = {}
     if one.dictionary is not None:
         name, layer = catalog.named(one.dictionary)
         found = {"dictionary": name} | ({} if layer is None else {"layer": layer})
@@ -108,7 +109,7 @@ class Rows:
     def __init__(
         self,
         readouts: Sequence[Reported],
-        fields: dict[str, Any],
+        fields: Json,
         spools: Iterable[Spool] = (),
         *,
         fed: bool = False,
@@ -143,7 +144,7 @@ class Rows:
         found = ((number, one.advance(end, border)) for number, one in enumerate(self._readouts))
         return [(number, taken) for number, taken in found if taken is not None]
 
-    def reduced(self, number: int, end: int) -> dict[str, Any] | None:
+    def reduced(self, number: int, end: int) -> Json | None:
         """What a reduction, or the last row, comes to: the tensor of its entry; None: the readout is neither."""
         one = self._readouts[number]
         return one.whole(end) if one.readout.last or one.readout.reduce != "none" else None
@@ -241,7 +242,7 @@ class _Kind:
         if self.readout.shown:
             self._ready.append(taken)
 
-    def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
+    def told(self, end: int, border: int, *, final: bool) -> list[Json]:
         """What is new for the answer."""
         if self.readout.last or self.readout.reduce != "none":
             return self.sent(self.whole(end)) if final else []
@@ -262,7 +263,7 @@ class _Kind:
         end = min(cached, self.lowest)
         return [[lo, min(hi, end)] for lo, hi in self.readout.windows if lo < end]
 
-    def sent(self, content: dict[str, Any]) -> list[dict[str, Any]]:
+    def sent(self, content: Json) -> list[Json]:
         """The entries of the answer, with their numbers as text or with handles in their place."""
         data = content.pop("data", None)
         if data is None:
@@ -279,13 +280,13 @@ class _Kind:
         """The shape of an entry's tensor with rows of so many numbers."""
         return [rows, *self._inside, width // math.prod(self._inside)]
 
-    def kept(self, content: dict[str, Any], places: Sequence[int]) -> list[dict[str, Any]]:
+    def kept(self, content: Json, places: Sequence[int]) -> list[Json]:
         """The entries of results that lie in its file, in these rows."""
         assert self.spool is not None
         handles = self.spool.keep(content, places)
         return [{**about, **content, "handle": one} for about, one in zip(self.abouts, handles, strict=True)]
 
-    def whole(self, end: int) -> dict[str, Any]:
+    def whole(self, end: int) -> Json:
         """The reduction, or the last row."""
         if self.readout.last:
             row = ([at for at in self.last if at < end] or [*self.last])[-1:]
@@ -298,7 +299,7 @@ class _Kind:
             return tensor(spans, data, "float32", len(found)) | {"messages": [*found], "tokens": tokens}
         return tensor(spans[0] if spans else [], data, "float32", len(found)) | {"tokens": sum(tokens)}
 
-    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> Json:
         """The rows as the answer has them: a tensor."""
         return tensor(positions, b"".join(data for (data,) in rows), self.dtype, len(positions))
 
@@ -310,14 +311,14 @@ def _merged(taken: Sequence[Taken]) -> Taken:
 
 
 class _Features(_Kind):
-    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> Json:
         """For each position its strongest features with their activations, and the named ones."""
         top_k, names = self.readout.top_k, [*map(str, self.readout.features)]
         features = np.frombuffer(b"".join(row[0] for row in rows), "<i4").tolist()
         strengths, named = (floats(b"".join(row[at] for row in rows)) for at in (1, 2))
         found = []
         for number, at in enumerate(positions):
-            row: dict[str, Any] = {"position": at}
+            row: Json = {"position": at}
             if top_k:
                 own = slice(number * top_k, (number + 1) * top_k)
                 row["top"] = [[one, f] for one, f in zip(features[own], strengths[own], strict=True) if one >= 0]
@@ -328,13 +329,13 @@ class _Features(_Kind):
 
 
 class _Probe(_Kind):
-    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+    def rows(self, positions: list[int], rows: Sequence[tuple[bytes, ...]]) -> Json:
         """The scores at each position, those of each probe behind one another, as the probes' function has them."""
         found: NDArray[np.float32] = np.frombuffer(b"".join(data for (data,) in rows), "<f4")
         scores = score(found, self.function).reshape(len(positions), len(self.abouts))
         return {"positions": positions, "scores": floats(scores.T.tobytes())}
 
-    def sent(self, content: dict[str, Any]) -> list[dict[str, Any]]:
+    def sent(self, content: Json) -> list[Json]:
         """An entry for each probe."""
         positions, scores = content["positions"], content["scores"]
         each = len(positions)
@@ -364,7 +365,7 @@ class _Spooled(_Kind):
     def _hold(self, taken: Taken) -> None:
         """They lie in the file."""
 
-    def told(self, end: int, border: int, *, final: bool) -> list[dict[str, Any]]:
+    def told(self, end: int, border: int, *, final: bool) -> list[Json]:
         """At the end an entry for each site."""
         if not final:
             return []

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from saesteer.dictionaries.vectors import fingerprint_of
+from saesteer.language.fields import Json
 from saesteer.planning.plan import END, Catalog, Change, Clamps, Direction, Feature, Plan, behind
 from saesteer.planning.windows import of_part
 
 _LETTERS = 16  # an answer shows this many letters of a fingerprint
 
 
-def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
+def applied(plan: Plan, catalog: Catalog) -> list[Json]:
     """One JSON object for each change at each site, in the order of the request; ``count`` adds the counts.
 
     Args:
@@ -40,7 +41,7 @@ def applied(plan: Plan, catalog: Catalog) -> list[dict[str, Any]]:
     return found
 
 
-def _asked(change: Any, feature: int, value: Any, catalog: Catalog) -> dict[str, Any]:
+def _asked(change: Any, feature: int, value: Any, catalog: Catalog) -> Json:
     """The value of a clamp as the request has it, and in multiples of the feature's largest activation."""
     info = catalog.dictionaries[change.target.dictionary]
     row = catalog.rows.get(change.target)
@@ -55,9 +56,7 @@ def _asked(change: Any, feature: int, value: Any, catalog: Catalog) -> dict[str,
     return found | {"max_act": known, "max_act_by": info.max_act_from}
 
 
-def count(
-    applied: Sequence[dict[str, Any]], counts: Sequence[int], cached: int, border: int = END, end: int = END
-) -> None:
+def count(applied: Sequence[Json], counts: Sequence[int], cached: int, border: int = END, end: int = END) -> None:
     """Add the counts to the entries of one answer.
 
     Args:
@@ -77,12 +76,12 @@ def count(
             entry["warning"] = "its scope holds no token of this request"
 
 
-def _target(change: Change, catalog: Catalog) -> dict[str, Any]:
+def _target(change: Change, catalog: Catalog) -> Json:
     target = change.target
     if isinstance(target, Direction):
         if isinstance(target.vector, str):
             version = catalog.vectors[target.vector].fingerprint
-            about: dict[str, Any] = {"vector": target.vector, "version": version[:_LETTERS]}
+            about: Json = {"vector": target.vector, "version": version[:_LETTERS]}
         else:
             about = {"version": fingerprint_of(target.vector)[:_LETTERS]}
         return about if target.layer is None else about | {"layer": target.layer}

@@ -315,7 +315,7 @@ def test_rows_wait_for_the_end_of_an_answer_that_comes_whole() -> None:
         outputs = [SimpleNamespace(request_id=name, kv_transfer_params=None, finish_reason=ends) for name in asked]
         made = {name: [[0, [[step, step + 1]], b"x"]] for name in asked}
         brought: Any = SimpleNamespace(blobs=lambda *_: made, told=dict, owed=lambda _: {})  # noqa: B023
-        assert reads.send(scheduler, {0: SimpleNamespace(outputs=outputs)}, brought, frozenset()) == {}
+        assert reads.send(scheduler, {0: SimpleNamespace(outputs=outputs)}, brought, frozenset(), {}) == {}
         for output in outputs:
             found[output.request_id] += [len(blobs) for _, blobs in sending.carried(output)]
     assert found == {"whole": [reads.MOST, 3], "streamed": [1] * (reads.MOST + 3)}

@@ -10,7 +10,6 @@ streams    each event says what is new (unsent.py)
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from saesteer.engine.brought import Blob, Brought
@@ -28,7 +27,7 @@ def send(
     outputs: Mapping[int, Any],
     brought: Brought | None,
     stops: frozenset[str],
-    ends: Mapping[str, int] = MappingProxyType({}),
+    ends: Mapping[str, int],
 ) -> dict[str, Owed]:
     """Puts what was read of a step into the outputs of its requests, or keeps it for their next ones.
 
