@@ -16,10 +16,9 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module, metadata
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from packaging.version import Version
 
@@ -179,8 +178,7 @@ http vllm.entrypoints.anthropic.serving:AnthropicServingMessages
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Hook:
+class Hook(NamedTuple):
     """A row of the table."""
 
     process: Process

@@ -12,7 +12,6 @@ u is d at length 1, and ``normalizeSteering`` puts u in the place of d. Unlike o
 import math
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +30,7 @@ INT64 = 2.0**63
 EVERYWHERE: Json = {"positions": [[0, None]]}  # all tokens, the first as well
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt as the model reads it, token by token."""
 
     text: str
