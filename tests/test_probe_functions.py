@@ -92,7 +92,7 @@ def test_the_function_comes_from_the_file_or_the_settings(tmp_path: Path) -> Non
     assert (plain.function, own.function) == ("linear", "tanh")
     assert plain.fingerprint != own.fingerprint, "a version of its own"
     assert plain.fingerprint == read_vectors(tmp_path / "own.safetensors", function="linear").fingerprint
-    with pytest.raises(LoadError, match="function 'relu'; expected one of linear, sigmoid, tanh"):
+    with pytest.raises(LoadError, match="function: 'relu'; expected one of linear, sigmoid, tanh"):
         read_vectors(tmp_path / "wrong.safetensors")
     made = SaesteerConfig.from_json({"vectors": {"p": {"path": "x", "function": "sigmoid"}}})
     assert SaesteerConfig.from_json(json.loads(json.dumps(made.to_json()))) == made

@@ -22,6 +22,7 @@ from saesteer.plugin.door import borders
 from saesteer.plugin.door.borders import Borders
 from saesteer.plugin.door.conversation import Conversation
 from saesteer.plugin.reasoning import NEAR, Border, border_of, closing
+from tests.plugin.turns import renderer_of
 
 PLAIN, LETTERS = 3, 24  # ids of letters
 TEXT = (

@@ -30,7 +30,7 @@ from saesteer.language.spec import (
 )
 from saesteer.planning.expand import MAX_DEPTH
 from saesteer.planning.messages import resolve
-from saesteer.planning.plan import Catalog, Plan
+from saesteer.planning.plan import Catalog, Change, Plan
 from saesteer.planning.planner import plan
 from tests.spec.kinds import INFOS, SITES, VECTORS
 
@@ -170,7 +170,7 @@ TOO_LARGE: dict[str, list[Any]] = {
 def test_what_is_too_large_is_refused_before_it_is_made(edits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     large = [clamp("gs15", n % 100, 1.0) for n in range(4000)]
     known = catalog(64, large=large, windows=[clamp("gs15", 1, 1.0, scope=MANY)])
-    changes = Mock(wraps=saesteer.planning.planner.Change)
+    changes = Mock(wraps=Change)
     monkeypatch.setattr(saesteer.planning.planner, "Change", changes)
     with pytest.raises(SpecError, match="makes more than 64 entries with ") as caught:
         plan(from_json({"edits": edits}), known, P)
