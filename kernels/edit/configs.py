@@ -5,9 +5,9 @@ Of a step's contents only the number of tokens matters here, so a request gets t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from saesteer.kernels import layout
 
@@ -75,13 +75,6 @@ class EncodeConfig:
 
 
 _ANY = 1 << 30
-_MANY = ManyConfig(num_warps=4, tokens=32, entries=32, block_k=128, block_n=128, stages=4, programs=4)
-_FULL = FullConfig(num_warps=1, decoded=2, ahead=3, programs=8)
-_ENCODE = (
-    (64, EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=128, stages=3, programs=2)),
-    (256, EncodeConfig(num_warps=4, block_m=64, block_n=64, block_k=128, stages=3, programs=2)),
-    (_ANY, EncodeConfig(num_warps=8, block_m=128, block_n=256, block_k=64, stages=4, programs=1)),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +83,9 @@ class Configs:
 
     edit: tuple[tuple[int, EditConfig], ...]  # each with the most tokens of a step that it is for, ascending
     lone: LoneConfig
-    many: ManyConfig = _MANY
-    full: FullConfig = _FULL
-    encode: tuple[tuple[int, EncodeConfig], ...] = _ENCODE  # as edit
+    many: ManyConfig
+    full: FullConfig
+    encode: tuple[tuple[int, EncodeConfig], ...]  # as edit
 
 
 MAX_WIDTH = 8192
@@ -102,40 +95,55 @@ MAP_BLOCK = 1024  # batch entries summed, and work items written, at once
 # In fp32 the tiles above need more shared memory than there is.
 EXACT_ENCODE = EncodeConfig(num_warps=4, block_m=16, block_n=64, block_k=32, stages=3, programs=4)
 
-# Widest row that the configs are for, ascending. Times are in bench/LOG.md.
-CONFIGS: dict[int, Configs] = {
-    256: Configs(
-        edit=((_ANY, EditConfig(num_warps=1, chunk=4, programs=16)),),
-        lone=LoneConfig(num_warps=1, at_once=1, stages=3, programs=16),
-    ),
-    1024: Configs(
-        edit=((_ANY, EditConfig(num_warps=2, chunk=4, programs=8)),),
-        lone=LoneConfig(num_warps=2, at_once=2, stages=3, programs=16),
-    ),
-    3072: Configs(
-        edit=(
-            (64, EditConfig(num_warps=4, chunk=4, programs=2, gather=2, decoded=8)),
-            (512, EditConfig(num_warps=4, chunk=4, programs=2, listed=4096)),
-            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, ahead=3)),
-        ),
-        lone=LoneConfig(num_warps=4, at_once=2, stages=3, programs=2),
-    ),
-    6144: Configs(
-        edit=(
-            # Sixteen tokens of eight parts are one program for each multiprocessor; of sixteen, two in turn.
-            (64, EditConfig(num_warps=8, chunk=4, programs=1, gather=2, parts=8)),
-            (512, EditConfig(num_warps=4, chunk=2, programs=2, listed=4096)),
-            (_ANY, EditConfig(num_warps=4, chunk=4, programs=4, listed=16384, ahead=3)),
-        ),
-        lone=LoneConfig(num_warps=4, at_once=1, stages=3, programs=2),
-        full=replace(_FULL, num_warps=2, programs=4),
-    ),
-    MAX_WIDTH: Configs(
-        edit=((_ANY, EditConfig(num_warps=16, chunk=4, programs=2)),),
-        lone=LoneConfig(num_warps=8, at_once=1, stages=3, programs=1),
-        full=replace(_FULL, num_warps=4, programs=3),
-    ),
+# The widest row that a line is for; or *, any that has no line of its own. Then the most tokens of a step, or *. Of
+# 6144, sixteen tokens of eight parts are one program for each multiprocessor. Times are in bench/LOG.md.
+_LAUNCHES = """
+256   edit    *  num_warps=1 chunk=4 programs=16
+256   lone    *  num_warps=1 at_once=1 stages=3 programs=16
+1024  edit    *  num_warps=2 chunk=4 programs=8
+1024  lone    *  num_warps=2 at_once=2 stages=3 programs=16
+3072  edit   64  num_warps=4 chunk=4 programs=2 gather=2 decoded=8
+3072  edit  512  num_warps=4 chunk=4 programs=2 listed=4096
+3072  edit    *  num_warps=4 chunk=4 programs=4 listed=16384 ahead=3
+3072  lone    *  num_warps=4 at_once=2 stages=3 programs=2
+6144  edit   64  num_warps=8 chunk=4 programs=1 gather=2 parts=8
+6144  edit  512  num_warps=4 chunk=2 programs=2 listed=4096
+6144  edit    *  num_warps=4 chunk=4 programs=4 listed=16384 ahead=3
+6144  lone    *  num_warps=4 at_once=1 stages=3 programs=2
+6144  full    *  num_warps=2 decoded=2 ahead=3 programs=4
+8192  edit    *  num_warps=16 chunk=4 programs=2
+8192  lone    *  num_warps=8 at_once=1 stages=3 programs=1
+8192  full    *  num_warps=4 decoded=2 ahead=3 programs=3
+*     full    *  num_warps=1 decoded=2 ahead=3 programs=8
+*     many    *  num_warps=4 tokens=32 entries=32 block_k=128 block_n=128 stages=4 programs=4
+*     encode 64  num_warps=4 block_m=16 block_n=64 block_k=128 stages=3 programs=2
+*     encode 256 num_warps=4 block_m=64 block_n=64 block_k=128 stages=3 programs=2
+*     encode  *  num_warps=8 block_m=128 block_n=256 block_k=64 stages=4 programs=1
+"""
+_KINDS: dict[str, Any] = {
+    "edit": EditConfig,
+    "lone": LoneConfig,
+    "many": ManyConfig,
+    "full": FullConfig,
+    "encode": EncodeConfig,
 }
+
+
+def _read(table: str) -> dict[int, Configs]:
+    found: dict[str, dict[str, list[tuple[int, Any]]]] = {}
+    for width, kind, tokens, *words in map(str.split, table.strip().splitlines()):
+        made = _KINDS[kind](**{name: int(value) for name, _, value in (word.partition("=") for word in words)})
+        most = _ANY if tokens == "*" else int(tokens)
+        found.setdefault(width, {}).setdefault(kind, []).append((most, made))
+    any_width, made_of = found.pop("*"), dict[int, Configs]()
+    for width, own in found.items():
+        rows: dict[str, Any] = {kind: tuple(several) for kind, several in (any_width | own).items()}
+        alone = {kind: several[0][1] for kind, several in rows.items() if kind not in ("edit", "encode")}
+        made_of[int(width)] = Configs(**rows | alone)
+    return made_of
+
+
+CONFIGS = _read(_LAUNCHES)  # by the widest row that they are for, ascending
 
 
 @cache
