@@ -19,7 +19,7 @@ from typing import Any
 
 ARRAYS = "'saesteer[arrays]'"  # what clients need for numbers
 # What clients, specs and some commands do without.
-_IN_EXTRAS = "numpy", "torch", "transformers", "safetensors", "einops", "huggingface_hub", "sklearn"
+_IN_EXTRAS = "numpy", "torch", "transformers", "safetensors", "einops", "huggingface_hub", "sklearn", "matplotlib"
 
 
 def reason(exc: BaseException) -> str:

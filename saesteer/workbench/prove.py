@@ -71,6 +71,8 @@ def run(
     """
     check_folder("--json", json_file)
     check_folder("--plot", plot)
+    if plot is not None:
+        chart([])  # what draws it may be missing
     place, config, options = resolved(model, config)
     known = Known.open(place, config)
     with known.labels:

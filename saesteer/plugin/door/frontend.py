@@ -38,7 +38,7 @@ from saesteer.plugin.door.conversation import conversation_of, template_of
 from saesteer.plugin.door.refusals import refuse_nothing, refuse_steering
 from saesteer.plugin.door.rows import Fetching
 from saesteer.plugin.http import access, bodies, memory, models, routes
-from saesteer.plugin.http.exchange import exchange
+from saesteer.plugin.http.exchange import begun, exchange
 from saesteer.plugin.names import versions
 from saesteer.plugin.names.board import Board
 from saesteer.plugin.names.rpc import ask_workers
@@ -46,8 +46,6 @@ from saesteer.plugin.reasoning import has_parser
 from saesteer.plugin.results import consuming, metrics
 from saesteer.plugin.results.errors import WORDS, SpecRefused
 from saesteer.plugin.wrap import Original, around
-
-_MODULE = f"{KEY}_model"  # in extra_args beside the spec: the module that the model names
 
 
 @around
@@ -83,14 +81,15 @@ def _names(assets: Assets, vllm_config: Any, consumers: Consumers | None = None)
 
 
 def spec_of(params: Any) -> language.Spec | None:
-    """The spec in a request's ``extra_args``, parsed.
+    """The spec in a request's ``extra_args``, parsed, with the module that the model of its body names.
 
     Raises:
         SpecError: it is wrong.
     """
     extra = getattr(params, "extra_args", None) or {}
     spec = language.from_json(extra[KEY]) if KEY in extra else None
-    return varied(spec or language.Spec(), model=extra[_MODULE]) if _MODULE in extra else spec
+    found = exchange()
+    return spec if found is None or found.module is None else varied(spec or language.Spec(), model=found.module)
 
 
 def with_spec(params: Any, spec: language.Spec | None) -> Any:
@@ -222,9 +221,7 @@ def _forwarding_body_field(original: Original, self: Any, *args: Any, **kwargs: 
             raise SpecRefused(SpecError(message, field=KEY, code="conflict"))
         params.extra_args = {**(params.extra_args or {}), KEY: body[KEY]}
     if bodies.is_steered(self) or models.has_default():
-        bodies.begun().asked += 1
-    if (module := models.module_of(self)) is not None:
-        params.extra_args = {**(params.extra_args or {}), _MODULE: module}
+        begun().asked += 1
     return params
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.fields import step
-from saesteer.plugin.http import models
 from saesteer.plugin.http.answers import in_json
-from saesteer.plugin.http.exchange import Exchange, begin, exchange
+from saesteer.plugin.http.exchange import exchange
 from saesteer.plugin.http.routes import misplaced, near
 from saesteer.plugin.results.errors import SpecRefused
 from saesteer.plugin.wrap import Original, around
@@ -22,7 +21,8 @@ def is_steered(request: Any) -> bool:
     # Forms: saesteer[edits][][op]
     names = (name.replace("]", "").split("[") for name, one in (request.model_extra or {}).items() if one is not None)
     arguments = getattr(request, "vllm_xargs", None) or ()
-    return any(KEY in one for one in names) or KEY in arguments or models.module_of(request) is not None
+    of = exchange()
+    return any(KEY in one for one in names) or KEY in arguments or (of is not None and of.module is not None)
 
 
 def refuse_misplaced(request: Any, body: Mapping[str, Any] | None = None) -> None:
@@ -55,11 +55,6 @@ def refuse_near(keys: object, where: str = "") -> None:
         raise SpecRefused(SpecError(message, field=step(where, key).removeprefix("."), code="unknown_field"))
 
 
-def begun() -> Exchange:
-    """The exchange of this context; one of its own where no app answers, as in `vllm run-batch`."""
-    return exchange() or begin("")
-
-
 @around
 async def _chat(original: Original, *args: Any, **kwargs: Any) -> Any:
     return _reported(await original(*args, **kwargs))
@@ -86,7 +81,6 @@ def _batch_request(original: Original, self: Any, messages: Any) -> Any:
     """Gives the request of each conversation the batch's field, even a null, which vLLM drops."""
     refuse_misplaced(self)
     request = original(self, messages)
-    models.put(request, models.module_of(self))
     if KEY in (self.model_extra or ()):
         request.saesteer = self.model_extra[KEY]
     return request

@@ -22,6 +22,7 @@ class Exchange:
     def __init__(self, path: str) -> None:
         self.path = path
         self.refused: SpecError | None = None  # a SpecRefused, the last of its prompts
+        self.module: str | None = None  # that the model of its body names (models.py)
         self.mark = ""  # what is applied, for the header
         self.kept: list[Spool] = []  # of choices that have ended: if one of its prompts fails, nobody gets any
         self.unsent: dict[int, Unsent] = {}  # by number of the choice
@@ -80,3 +81,8 @@ def begin(path: str) -> Exchange:
     found = Exchange(path)
     _exchange.set(found)
     return found
+
+
+def begun() -> Exchange:
+    """The exchange of this context; one of its own where no app answers, as in `vllm run-batch`."""
+    return exchange() or begin("")

@@ -11,28 +11,18 @@ from typing import Any
 from starlette.types import Scope
 
 from saesteer.language.fields import closest
+from saesteer.plugin.http.exchange import begun
 from saesteer.plugin.names.versions import Names
 from saesteer.plugin.wrap import Original, around
 
-_MODULE = "saesteer_module"  # attribute of a request, not among its fields: no client can set it
 _MARK = ":"
 _ADAPTER = b"x-amzn-sagemaker-adapter-identifier"
 serving: list[Names] = []  # the names of this process's server, for what does not know the server
 
 
-def module_of(request: Any) -> str | None:
-    """The module that the model of a request names; None: it names none."""
-    return vars(request).get(_MODULE)
-
-
 def has_default() -> bool:
     """Whether a default module steers requests without a spec."""
     return any(names.catalog.default for names in serving)
-
-
-def put(request: Any, module: str | None) -> None:
-    """Keep a module with a request."""
-    object.__setattr__(request, _MODULE, module)
 
 
 def _bases(models: Any) -> list[str]:
@@ -53,7 +43,7 @@ async def _checking(original: Original, self: Any, request: Any) -> Any:
     known = _modules()
     if base and module in known and (base in bases or self._is_model_supported(base)):
         request.model = base
-        put(request, module)
+        begun().module = module
         return None
     if error is None:  # where vLLM accepts any name
         if base not in bases:
