@@ -178,7 +178,7 @@ class Host:
 
 def _send(scheduler: Any, outputs: Any, brought: Any) -> None:
     """As the scheduler does in each step; in the last one, it waits for files."""
-    reads.hold(scheduler, outputs, reads.send(scheduler, outputs, brought, frozenset()))
+    reads.hold(scheduler, outputs, reads.send(scheduler, outputs, brought, frozenset(), {}))
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from saesteer.loaders.vectors.contents import READERS
 from saesteer.models.families import FAMILIES, SERVED_KINDS, Tap
 from saesteer.planning import expand, plan
 from saesteer.plugin import contract, unservable
-from saesteer.plugin.http import answers
+from saesteer.plugin.http.exchange import STATUS
 from saesteer.plugin.results import metrics
 from saesteer.workbench.cli import app
 from tests.loaders import across, every
@@ -73,7 +73,7 @@ CODES = {
 }
 _FAILURES = ("GONE", "DOSE", "BROKEN", "SHARED", "NON_FINITE", "COLLAPSED")
 STATUS = {
-    **answers.STATUS,
+    **STATUS,
     "no_room": 409,
     "no_site": 409,
     "in_use": 409,

@@ -163,7 +163,7 @@ def spoken(place: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             scope = {"skip_first": 1}
             assert (prompts, returns) == (
                 [[0, 1, 2, 3]],
-                {"features": [{"dictionary": NAME, "top_k": 2, "scope": scope}]},
+                [{"features": [{"dictionary": NAME, "top_k": 2, "scope": scope}]}],
             )
             return [{"features": [{"dictionary": NAME, "site": "resid_post.15", "at": "before", "rows": rows}]}]
 

@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from saesteer.errors import SpecError
-from saesteer.plugin.http.answers import STATUS, Answers
-from saesteer.plugin.http.exchange import Exchange, exchange
+from saesteer.plugin.http.answers import Answers
+from saesteer.plugin.http.exchange import STATUS, Exchange, exchange
 from saesteer.plugin.results.errors import SpecRefused
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (

@@ -275,6 +275,7 @@ def test_reads_of_every_kind_are_planned_or_refused_by_name(wanted: Return, prom
         return
     assume(found)
     fields = [f"saesteer.return.{path}" for path, _ in wanted.scopes()]
-    assert [one.field for one in found] == fields + ["saesteer.return.hidden"] * (wanted.hidden is True)
+    several = [*dict.fromkeys(one.field for one in found)]  # a read of several sites has one for each
+    assert several == fields + ["saesteer.return.hidden"] * (wanted.hidden is True)
     for readout in found:
         assert readout.last or readout.windows

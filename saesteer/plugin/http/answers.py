@@ -22,19 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin.http.exchange import Exchange, begin
+from saesteer.plugin.http.exchange import STATUS, Exchange, begin
 from saesteer.plugin.http.routes import SERVED, path_of
 from saesteer.plugin.results.unsent import Unsent
 
-# Of the codes of refused requests; all others are 400, and those of the admin routes choose their own.
-STATUS: Mapping[str, int] = {
-    "too_large": 413,
-    "non_finite": 422,
-    "collapsed": 422,
-    "results_full": 429,
-    "consumer": 500,
-    "no_space": 507,
-}
 APPLIED = b"x-saesteer-applied"
 _NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped

@@ -1,7 +1,7 @@
 """What the prompts of one HTTP request report, on its way from the engine's outputs to the answer. Knows no text."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -10,6 +10,16 @@ from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.plugin.results.spools import Spool
 from saesteer.plugin.results.unsent import Unsent
+
+# Of the codes of refused requests; all others are 400, and those of the admin routes choose their own.
+STATUS: Mapping[str, int] = {
+    "too_large": 413,
+    "non_finite": 422,
+    "collapsed": 422,
+    "results_full": 429,
+    "consumer": 500,
+    "no_space": 507,
+}
 
 
 class Exchange:
