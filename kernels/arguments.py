@@ -1,7 +1,5 @@
 """Checks of what the ops get: a kernel would read a tensor of the wrong shape, dtype or layout as garbage."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ To add a tensor of the engine, add its field and its check here, and make it in 
 No signature changes: ops, layers and launches hand the whole record on, to the kernel that reads the new field.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Programmatic dependent launch: a kernel is set up while the one in front of it ends. It knows no kernel."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

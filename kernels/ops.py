@@ -6,8 +6,6 @@ graph. It allocates nothing, but for a tensor that is spread over ranks. What op
 them, by read/features.py and read/rows.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 

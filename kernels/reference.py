@@ -1,7 +1,5 @@
 """The definition of the ops in plain torch, and their implementation on a CPU. It uses no tricks and no Triton."""
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from operator import or_

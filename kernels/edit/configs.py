@@ -3,8 +3,6 @@
 Of a step's contents only the number of tokens matters here, so a request gets the same bits in all steps of one size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar

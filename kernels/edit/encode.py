@@ -3,8 +3,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 

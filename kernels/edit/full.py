@@ -7,8 +7,6 @@ registers, so that many programs run at once and hide each other's waits for dec
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 

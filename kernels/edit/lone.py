@@ -6,8 +6,6 @@ It does the rows that layout.py calls LONE. It sums in another order than edit.p
 # mypy: disable-error-code="no-untyped-def"
 # (a jitted function's arguments have no Python types)
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 

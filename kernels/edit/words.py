@@ -4,8 +4,6 @@ A kernel imports each by name. Triton takes no other global numbers, and its cac
 that a number behind a module's name (``layout.SLOT``) has changed.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 
 from saesteer.kernels import layout

@@ -1,7 +1,5 @@
 """The strongest features of rows of a site's tensor, and chosen ones, in plain torch. Knows no request and no site."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a changed batch brings to the device, packed into one buffer so that one copy suffices. It knows no sites."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ explanations ``index``, ``description`` and ``explanationModelName``. Other keys
 within bounds that hold after decompression. Knows no dictionary, only how its unit differs from Neuronpedia's.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

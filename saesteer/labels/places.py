@@ -1,7 +1,5 @@
 """Where the labels of a dictionary are, and whether they are its own. Knows no database and no model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

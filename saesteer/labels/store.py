@@ -6,8 +6,6 @@ writes or not at all, with bounds on every value and on the time of a query. Kno
 An example is a place in one of the texts that the file holds, so a text is stored once, however many features it shows.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

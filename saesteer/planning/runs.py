@@ -138,7 +138,10 @@ class _Waiting:
 def _content(part: Change | Clamps, site: str, waiting: _Waiting, catalog: Catalog) -> bytes:
     one = part.first if isinstance(part, Clamps) else part
     gates = repr(waiting.of(one.gates, site)) if one.gates else ""
-    held, strength = (_number(read, catalog) if read else "" for read in (one.held, one.strength))
+    held, strength = (
+        repr((*_source(read, catalog), read.scale, read.shift, read.low, read.high)) if read else ""
+        for read in (one.held, one.strength)
+    )
     feature, target = -1, _target(one.target, catalog)
     if isinstance(one.target, Feature) and one.target not in catalog.rows:
         feature, target = one.target.feature, ("feature", one.target.dictionary)
@@ -150,10 +153,6 @@ def _content(part: Change | Clamps, site: str, waiting: _Waiting, catalog: Catal
     scales, shifts = (part.values, repeat(one.shift)) if part.scales else (repeat(one.scale), part.values)
     laws = map(_LAW, scales, shifts, *map(repeat, behind), part.features, repeat(len(text)))
     return text.join(laws) + text
-
-
-def _number(read: Read, catalog: Catalog) -> str:
-    return repr((*_source(read, catalog), read.scale, read.shift, read.low, read.high))
 
 
 def _source(read: Condition | Read, catalog: Catalog) -> tuple[Any, ...]:

@@ -1,7 +1,5 @@
 """``saesteer convert``: a dictionary of any format, written again in saesteer's own, row by row. Knows no model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ``saesteer inspect`` prints: a dictionary's headers, or vectors, in words; does not know models or requests."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace

@@ -12,22 +12,20 @@ of the same context (``Exchange``). An answer to a request that nothing steers p
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from operator import setitem
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
-from saesteer.plugin.http.exchange import STATUS, Exchange, begin
+from saesteer.plugin.http.exchange import STATUS, Exchange, begin, in_json
 from saesteer.plugin.http.routes import SERVED, path_of
 from saesteer.plugin.results.unsent import Unsent
 
 APPLIED = b"x-saesteer-applied"
-_NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
 _ENDS = re.compile(r'"finish_reason":\s*"')  # in a text the quotes would be escaped
 _SEQUENCE = re.compile(r'"sequence_number":\s*(\d+)')
 _WRONG = ('data: {"error":', "event: error\n")  # how an event begins that ends a stream for an error
@@ -174,14 +172,10 @@ class _Answer:
 
     def _with_reports(self, body: bytes) -> bytes:
         """A body with the reports of its choices."""
-        reports = {number: in_json(one.fields) for number, one in self._of.unsent.items()}
-        found = json.loads(body) if len(reports) > 1 else None
-        if found is None:
-            return with_report(body.decode(), next(iter(reports.values()))).encode()
-        choices = found.get("choices") or [{}]
-        found[KEY] = reports.get(choices[0].get("index", 0))
-        for one in choices if len(choices) > 1 else ():
-            one[KEY] = reports.get(one["index"])
+        if len(self._of.unsent) == 1:
+            return with_report(body.decode(), next(iter(self._of.unsent.values())).fields).encode()
+        found = json.loads(body)
+        self._of.report(found, found["choices"], setitem)
         return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _with_report(self, event: str) -> str:
@@ -226,20 +220,3 @@ def with_report(text: str, report: Any) -> str:
     end = text[len(text.rstrip()) :]
     found = json.dumps(in_json(report), separators=(",", ":"))
     return f'{text.rstrip().removesuffix("}")},"{KEY}":{found}}}{end}'
-
-
-def in_json(report: Any) -> Any:
-    """A report as JSON has it, which knows neither NaN nor infinity: null stands in their place."""
-    numbers = {} if report is None else {word: report[word] for word in _NUMBERS if word in report}
-    with suppress(ValueError):
-        json.dumps(numbers, allow_nan=False)
-        return report
-    return report | {word: _finite(found) for word, found in numbers.items()}
-
-
-def _finite(found: Any) -> Any:
-    if isinstance(found, Mapping):
-        return {name: _finite(one) for name, one in found.items()}
-    if isinstance(found, list):
-        return [_finite(one) for one in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found

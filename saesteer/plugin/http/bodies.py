@@ -9,8 +9,7 @@ from typing import Any
 from saesteer.config.config import KEY
 from saesteer.errors import SpecError
 from saesteer.language.fields import step
-from saesteer.plugin.http.answers import in_json
-from saesteer.plugin.http.exchange import exchange
+from saesteer.plugin.http.exchange import exchange, in_json
 from saesteer.plugin.http.routes import misplaced, near
 from saesteer.plugin.results.errors import SpecRefused
 from saesteer.plugin.wrap import Original, around
@@ -69,10 +68,7 @@ def _reported(response: Any) -> Any:
     """Adds the reports to a response that no app sends."""
     found = exchange()
     if found is not None and not found.path and found.unsent and (choices := getattr(response, "choices", None)):
-        reports = {number: in_json(one.fields) for number, one in found.unsent.items()}
-        response.saesteer = reports.get(choices[0].index)
-        for choice in choices if len(choices) > 1 else ():
-            choice.saesteer = reports.get(choice.index)
+        found.report(response, choices, setattr)
     return response
 
 

@@ -1,8 +1,10 @@
 """What the prompts of one HTTP request report, on its way from the engine's outputs to the answer. Knows no text."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import json
+import math
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +22,8 @@ STATUS: Mapping[str, int] = {
     "consumer": 500,
     "no_space": 507,
 }
+
+_NUMBERS = ("features", "probes", "dose")  # words of a report that hold numbers which the model has made
 
 
 class Exchange:
@@ -45,6 +49,12 @@ class Exchange:
         self.asked -= at_once
         if at_once and self.asked <= 0:
             self.begins.set()
+
+    def report(self, body: Any, choices: Sequence[Any], put: Callable[[Any, str, Any], None]) -> None:
+        """Give a body the report of its first choice, and each of several choices its own."""
+        for one, of in [(body, choices[0]), *((one, one) for one in choices if len(choices) > 1)]:
+            number = of["index"] if isinstance(of, dict) else of.index
+            put(one, KEY, in_json(self.unsent[number].fields) if number in self.unsent else None)
 
     def watch(self, outputs: AsyncGenerator[Any, None], choices: int) -> AsyncGenerator[Any, None]:
         """Pass on the engine's outputs of the next prompt, and take down what its choices report."""
@@ -96,3 +106,20 @@ def begin(path: str) -> Exchange:
 def begun() -> Exchange:
     """The exchange of this context; one of its own where no app answers, as in `vllm run-batch`."""
     return exchange() or begin("")
+
+
+def in_json(report: Any) -> Any:
+    """A report as JSON has it, which knows neither NaN nor infinity: null stands in their place."""
+    numbers = {} if report is None else {word: report[word] for word in _NUMBERS if word in report}
+    with suppress(ValueError):
+        json.dumps(numbers, allow_nan=False)
+        return report
+    return report | {word: _finite(found) for word, found in numbers.items()}
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {name: _finite(one) for name, one in found.items()}
+    if isinstance(found, list):
+        return [_finite(one) for one in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found

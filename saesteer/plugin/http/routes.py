@@ -111,15 +111,14 @@ class Guard:
             scope = with_model(scope, _parsed(body))
         if kind == "websocket":
             receive = _without_specs(receive, send, self._refusal(path))
-        elif kind == "http" and scope["method"] not in _BODILESS and not self._passes(path) and _is_routed(scope):
+        # vLLM redirects a path with a / at its end.
+        passes = path.rstrip("/") in self.served or path.startswith(OURS)
+        if kind == "http" and scope["method"] not in _BODILESS and not passes and _is_routed(scope):
             body, receive = await _read(receive)
             if _asks(body):
                 await _answer(self._refusal(path))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
-
-    def _passes(self, path: str) -> bool:
-        return path.rstrip("/") in self.served or path.startswith(OURS)  # vLLM redirects a path with a / at its end
 
     def _refusal(self, path: str) -> str:
         if not self.served:

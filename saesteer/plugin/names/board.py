@@ -109,11 +109,11 @@ class Board:
             raise UnsupportedError(message) from error
         # What cleans up /tmp, if it is systemd, leaves alone what somebody has locked.
         fcntl.flock(self._folder, fcntl.LOCK_SH)
-        self._lock, *files = (self._open(name) for name in ("lock", *(f"uses-{one}" for one in range(count))))
+        self._lock, *files = (
+            os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._folder)
+            for name in ("lock", *(f"uses-{one}" for one in range(count)))
+        )
         self._own, self._all = files[rank], files
-
-    def _open(self, name: str) -> int:
-        return os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._folder)
 
     @classmethod
     def of(cls, rank: int, count: int) -> "Board":
