@@ -17,6 +17,7 @@ from saesteer.config.config import KEY
 from saesteer.language.alike import parts_of
 from saesteer.language.fields import show
 from saesteer.language.spec import OPS, RULES, Spec
+from saesteer.plugin.http.exchange import exchange
 from saesteer.plugin.results.errors import SpecRefused
 from saesteer.plugin.wrap import Original, around
 
@@ -84,10 +85,9 @@ def _of_body(original: Original, self: Any, request: Any) -> None:
 
 def _is_fit(record: logging.LogRecord) -> bool:
     """False for a log record of a refusal, or of a body with a spec."""
-    error = record.exc_info[1] if record.exc_info else None
-    # 0.33 wraps errors that end a stream of /v1/messages.
-    about = getattr(getattr(error, "error_info", None), "param", None)
-    if isinstance(error, SpecRefused) or (isinstance(about, str) and re.match(rf"{KEY}\b", about)):
+    error, of = record.exc_info and record.exc_info[1], exchange()
+    # A refusal that ends a stream of /v1/messages is wrapped by 0.33, and taken for a broken chunk up to 0.32.
+    if isinstance(error, SpecRefused) or (error and of and of.refused):
         return False
     return not any(isinstance(one, str) and f'"{KEY}"' in one for one in record.args or ())
 
