@@ -133,7 +133,7 @@ def lost(llm: Any) -> Iterator[None]:
     known = llm.llm_engine.input_processor.saesteer_names
     with pytest.MonkeyPatch.context() as patch:
         vectors = {**known.catalog.vectors, "lost": from_inline(tuple(ROW))}
-        patch.setattr(known, "_now", replace(known._now, catalog=replace(known.catalog, vectors=vectors), puts=Puts()))
+        patch.setattr(known, "_now", known._now._replace(catalog=replace(known.catalog, vectors=vectors), puts=Puts()))
         yield
 
 
