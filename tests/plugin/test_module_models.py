@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextvars import copy_context
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from saesteer.language.spec import as_spec, from_json
 from saesteer.plugin.door import frontend
 from saesteer.plugin.door.admission import Door
 from saesteer.plugin.door.refusals import refuse_nothing
+from saesteer.plugin.http.exchange import begin
 from saesteer.plugin.names.versions import Names
 from saesteer.plugin.results.errors import SpecRefused
 from tests.plugin.conftest import ADMIN_KEY, BRIDGE, CUDA, OCEAN, PROMPTS
@@ -168,5 +170,10 @@ def test_such_a_server_refuses_what_comes_from_any_side() -> None:
     for extra in (None, {"saesteer": {}}, {"other": 1}):
         with pytest.raises(SpecRefused, match="answers no request without a spec"):
             check(server, "", {}, SamplingParams(extra_args=extra))
-    for extra in ({"saesteer_model": "m"}, {"saesteer": {"defaults": False}}):
-        check(server, "", {}, SamplingParams(extra_args=extra))
+    check(server, "", {}, SamplingParams(extra_args={"saesteer": {"defaults": False}}))
+
+    def named() -> None:
+        begin("/v1/completions").module = "m"
+        check(server, "", {}, SamplingParams())
+
+    copy_context().run(named)

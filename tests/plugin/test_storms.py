@@ -32,7 +32,7 @@ QUICK = {  # seeds of storms in which all of that happens
     "V1 guesses": (5, 13, 29),
     "V1 stages": (10, 12, 29),
     "V2": (5, 14, 26),
-    "V2 asynchronous": (1, 16, 19),
+    "V2 asynchronous": (1, 16, 19, 29),
     "V2 sliding window": (0, 8, 13),
 }
 
