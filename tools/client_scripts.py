@@ -84,6 +84,18 @@ _OPENAI_PACKAGE = ("openai==3.57.0",)
 _LITELLM_PACKAGE = ("litellm[proxy]==1.106.12",)
 _LM_EVAL_PACKAGE = ("lm-eval[api]==0.4.13", "transformers")
 _INSPECT_PACKAGE = ("inspect-ai==0.3.285", "openai")
+
+
+def _openai(method: str, asked: str) -> str:
+    """The script that calls a method of the OpenAI SDK with these fields."""
+    return f"""{_OPENAI}
+given = {{"model": model, {asked}, "stream": stream}}
+raw = client.{method}.with_raw_response.create(**given, extra_body=extra)
+found = raw.parse()
+say([one.model_dump() for one in found] if stream else found.model_dump(), raw.headers)
+"""
+
+
 CLIENTS = (
     Client(
         "curl",
@@ -100,25 +112,13 @@ say(text, [text])
     Client(
         "OpenAI SDK, chat",
         _OPENAI_PACKAGE,
-        _OPENAI
-        + """
-given = {"model": model, "messages": ask, "max_tokens": 4, "stream": stream}
-raw = client.chat.completions.with_raw_response.create(**given, extra_body=extra)
-found = raw.parse()
-say([one.model_dump() for one in found] if stream else found.model_dump(), raw.headers)
-""",
+        _openai("chat.completions", '"messages": ask, "max_tokens": 4'),
         "none needed: `extra_body`, and `answer.saesteer`",
     ),
     Client(
         "OpenAI SDK, responses",
         _OPENAI_PACKAGE,
-        _OPENAI
-        + """
-given = {"model": model, "input": "Where?", "max_output_tokens": 4, "stream": stream}
-raw = client.responses.with_raw_response.create(**given, extra_body=extra)
-found = raw.parse()
-say([one.model_dump() for one in found] if stream else found.model_dump(), raw.headers)
-""",
+        _openai("responses", '"input": "Where?", "max_output_tokens": 4'),
         "none needed",
     ),
     Client(
